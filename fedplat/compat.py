@@ -1,0 +1,61 @@
+"""Everything that fedplat takes from Flower's non-public modules, in one place.
+
+A Flower release that moves one of these names breaks here, with a message that says so, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from .errors import UserError
+
+TESTED_FLOWER_VERSIONS = ("1.42.0",)
+
+try:
+    from flwr.app.message.message import make_message
+    from flwr.app.message_type import MessageType
+    from flwr.common.constant import ErrorCode, SType
+    from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+    from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+    from flwr.supercore.run import Run
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError as error:
+    raise UserError(
+        f"fedplat cannot use Flower {version('flwr')}: {error}. "
+        f"Tested with {', '.join(TESTED_FLOWER_VERSIONS)}: pip install 'flwr[simulation]=={TESTED_FLOWER_VERSIONS[-1]}'"
+    ) from error
+
+from flwr.app import RecordDict
+
+SERVER_NODE_ID = 1
+
+
+def set_task_identity(run_id: int) -> None:
+    """Give this process the ids that Flower reads when a ``Message`` is created outside one of its runs."""
+    TaskIdentity.run_id = run_id
+    TaskIdentity.task_id = 0
+    TaskIdentity.node_id = SERVER_NODE_ID
+
+
+def records_to_bytes(records: RecordDict) -> bytes:
+    """Serialise records in Flower's wire format, which holds data only and never code."""
+    return recorddict_to_proto(records).SerializeToString()
+
+
+def records_from_bytes(data: bytes) -> RecordDict:
+    """Read records written by :func:`records_to_bytes`; empty bytes are empty records."""
+    return recorddict_from_proto(RecordDictProto.FromString(data)) if data else RecordDict()
+
+
+__all__ = [
+    "SERVER_NODE_ID",
+    "TESTED_FLOWER_VERSIONS",
+    "ErrorCode",
+    "MessageType",
+    "Run",
+    "SType",
+    "make_message",
+    "records_from_bytes",
+    "records_to_bytes",
+    "set_task_identity",
+]
