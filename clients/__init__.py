@@ -1,0 +1,1 @@
+"""Clients: local training, attacks, and the Flower ``ClientApp`` that joins them."""
