@@ -1,0 +1,359 @@
+"""The local engine: a Flower ``Grid`` that runs a ``ClientApp`` in persistent worker processes, without Ray."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from ..compat import ErrorCode, Run, set_task_identity
+from .batch import Batch, Job
+from .buffers import BufferPool, SharedBuffer
+from .worker import ClientRunner, Outcome, worker_main
+
+log = logging.getLogger("fedplat")
+
+_RUN_ID = 1
+_FIRST_NODE_ID = 1000
+_MAX_CRASHES = 2
+_QUEUE_AHEAD_BYTES = (
+    32_768  # two such tasks fit a socket's buffer, so queueing one can never block the server
+)
+_QUEUE_AHEAD_SECONDS = 0.02
+
+
+def available_cores() -> int:
+    """Number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Worker:
+    """The server's end of one worker process; ``jobs`` are sent and unanswered, the first one is running."""
+
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+        self.jobs: deque[Job] = deque()
+        self.batch: Batch | None = None
+        self.known_contents: set[int] = set()
+        self.known_buffers: set[int] = set()
+
+    def send(self, kind: str, value: Any) -> None:
+        self.connection.send_bytes(pickle.dumps((kind, value), protocol=pickle.HIGHEST_PROTOCOL))
+
+    def send_buffer(self, buffer: SharedBuffer) -> None:
+        self.send("buffer", (buffer.id, buffer.nbytes))
+        send_handle(self.connection, buffer.descriptor, self.process.pid)
+        self.known_buffers.add(buffer.id)
+
+
+class LocalGrid(Grid):
+    """Run a ``ClientApp`` for ``num_nodes`` virtual nodes in ``workers`` processes on this machine.
+
+    Any Flower strategy can use it: ``FedAvg().start(LocalGrid(app, 10), initial_arrays)``. Every node gets a
+    ``Context`` with ``partition-id`` and ``num-partitions`` whose ``state`` survives from round to round.
+    Replies are returned in the order of the messages, whatever order they were finished in.
+
+    A client that raises gives an error reply. A worker that dies is replaced and its clients run again; a
+    client over which workers die twice gives an error reply. Replies that miss ``timeout`` are dropped.
+
+    The arrays of replies lie as rows of one shared (n, d) matrix that is theirs for as long as anything
+    refers to them. ``workers=0`` runs clients in this process, one after another, which is what a GPU and a
+    debugger want. Use it as a context manager, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        *,
+        workers: int | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
+        if workers is not None and workers < 0:
+            raise ValueError(f"workers must be at least 0, got {workers}")
+        if not hasattr(os, "fork") and workers != 0:
+            log.warning("this system cannot fork: clients run one after another in this process")
+            workers = 0
+        set_task_identity(_RUN_ID)
+        self._run = Run.create_empty(_RUN_ID)
+        self._app = client_app
+        self._run_config = dict(run_config or {})
+        self._num_workers = min(available_cores() if workers is None else workers, num_nodes)
+        self._node_configs = {
+            _FIRST_NODE_ID + i: {"partition-id": i, "num-partitions": num_nodes, **(node_config(i) if node_config else {})}
+            for i in range(num_nodes)
+        }  # fmt: skip
+        self._states: dict[int, bytes] = dict.fromkeys(self._node_configs, b"")
+        self._pool = BufferPool()
+        self._workers: list[_Worker] = []
+        self._queue: deque[Job] = deque()
+        self._done: dict[str, Message] = {}
+        self._ids = itertools.count(1)
+        self._seconds: dict[tuple[int, str], float] = {}
+        self._closed = False
+
+    # The Grid interface ------------------------------------------------------------------------------------
+
+    def set_run(self, run: Run) -> None:
+        """Use another description of the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run this grid belongs to."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Create a message to a node, as Flower's grids do."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Return all node ids, in the order of their partitions."""
+        return list(self._node_configs)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Hand messages to the workers and return their ids; work goes on in ``pull_messages``."""
+        if self._closed:
+            raise RuntimeError("this grid is closed")
+        pushed = list(messages)
+        for message in pushed:
+            if message.metadata.dst_node_id not in self._node_configs:
+                raise ValueError(f"there is no node {message.metadata.dst_node_id}")
+        jobs = Batch(self._pool, self._ids.__next__, self._node_configs).jobs(pushed)
+        # Longest first, by the last time; whatever has never run keeps its place. Results do not depend on it.
+        self._queue.extend(sorted(jobs, key=lambda job: -self._seconds.get(_kind(job), 0.0)))
+        if self._num_workers > 0:
+            self.start_workers()
+            self._dispatch()
+        return [message.metadata.message_id for message in pushed]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that are there by now, each once."""
+        self._work(0.0)
+        return [self._done.pop(i) for i in message_ids if i in self._done]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send messages and return the replies, in the order of the messages.
+
+        After ``timeout`` seconds the missing replies are given up: their clients are stopped, their state
+        stays as it was, and the replies that did arrive are returned.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ids = self.push_messages(messages)
+        missing = set(ids)
+        try:
+            while missing := {i for i in missing if i not in self._done}:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    log.warning(
+                        "%d of %d replies did not arrive within %g s", len(missing), len(ids), timeout
+                    )
+                    break
+                self._work(left)
+        finally:
+            self._abandon(missing)
+        return [self._done.pop(i) for i in ids if i in self._done]
+
+    # What the rest of fedplat uses -------------------------------------------------------------------------
+
+    def start_workers(self) -> None:
+        """Start the worker processes now, rather than with the first message."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._new_worker())
+
+    def node_states(self) -> dict[int, bytes]:
+        """Return each node's ``Context.state`` in Flower's wire format; empty states are left out."""
+        return {node: state for node, state in self._states.items() if state}
+
+    def load_node_states(self, states: Mapping[int, bytes]) -> None:
+        """Set the nodes' states to what :meth:`node_states` returned."""
+        self._states = {node: states.get(node, b"") for node in self._node_configs}
+
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the running workers."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def close(self) -> None:
+        """Stop the workers. Arrays handed out stay valid."""
+        self._closed = True
+        for worker in self._workers:
+            self._stop(worker)
+        self._workers.clear()
+        self._queue.clear()
+        self._pool.close()
+
+    def __enter__(self) -> LocalGrid:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Workers -----------------------------------------------------------------------------------------------
+
+    def _work(self, timeout: float | None) -> None:
+        """Collect what is finished, wait up to ``timeout`` seconds for it, and hand out what is waiting."""
+        if self._num_workers == 0:
+            self._run_inline()
+            return
+        busy = {worker.connection: worker for worker in self._workers if worker.jobs}
+        for connection in wait(list(busy), timeout):
+            worker = busy[connection]  # type: ignore[index]
+            try:
+                outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+            except (EOFError, OSError):
+                self._replace(worker)
+                continue
+            job = worker.jobs.popleft()
+            self._finish(job, outcome)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        for queued in range(2):
+            for worker in self._workers:
+                if not self._queue:
+                    return
+                job = self._queue[0]
+                if len(worker.jobs) != queued or (queued and not self._may_queue_ahead(job)):
+                    continue
+                self._queue.popleft()
+                try:
+                    self._send(worker, job)
+                except OSError:
+                    self._queue.appendleft(job)
+                    self._replace(worker)
+
+    def _may_queue_ahead(self, job: Job) -> bool:
+        """Whether a busy worker may get a job in advance: only short ones, or it would wait behind a long one."""
+        return (
+            len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
+            and self._seconds.get(_kind(job), _QUEUE_AHEAD_SECONDS) < _QUEUE_AHEAD_SECONDS
+        )
+
+    def _send(self, worker: _Worker, job: Job) -> None:
+        content = job.batch.contents[job.task.content]
+        if worker.batch is not job.batch:
+            worker.send("batch", list(worker.known_buffers - self._pool.open_ids()))
+            worker.known_buffers &= self._pool.open_ids()
+            worker.known_contents.clear()
+            worker.batch = job.batch
+        if content.id not in worker.known_contents:
+            for buffer in job.batch.buffers(content):
+                if buffer.id not in worker.known_buffers:
+                    worker.send_buffer(buffer)
+            worker.send("content", content)
+            worker.known_contents.add(content.id)
+        worker.send("task", replace(job.task, state=self._states[job.task.node_id]))
+        worker.jobs.append(job)
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        if outcome.error is None:
+            self._states[job.task.node_id] = outcome.state
+        self._seconds[_kind(job)] = outcome.seconds
+        self._done[job.message.metadata.message_id] = job.reply(outcome)
+
+    def _run_inline(self) -> None:
+        if not self._queue:
+            return
+        job = self._queue.popleft()
+        mappings = {b.id: b.mapping for c in job.batch.contents.values() for b in job.batch.buffers(c)}
+        runner = ClientRunner(self._app, _RUN_ID, self._run_config, mappings.__getitem__)
+        runner.add_content(job.batch.contents[job.task.content])
+        with _one_thread():
+            self._finish(job, runner.run(replace(job.task, state=self._states[job.task.node_id])))
+
+    def _new_worker(self) -> _Worker:
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        inherited = [worker.connection for worker in self._workers] + [ours]
+        arguments = (theirs, inherited, self._app, _RUN_ID, self._run_config)
+        process = multiprocessing.get_context("fork").Process(target=worker_main, args=arguments, daemon=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # The child takes no lock that another thread could hold: it runs clients and exits without cleanup.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Put a new worker in the place of a dead one and run its clients again."""
+        self._stop(worker)
+        code = worker.process.exitcode
+        jobs = list(worker.jobs)
+        if jobs:
+            jobs[0].crashes += 1
+            if jobs[0].crashes >= _MAX_CRASHES:
+                job = jobs.pop(0)
+                reason = f"the worker process died {job.crashes} times while running this client (exit code {code})"
+                self._done[job.message.metadata.message_id] = job.error_reply(
+                    ErrorCode.CLIENT_APP_CRASHED, reason
+                )
+        log.warning("a worker process died (exit code %s); %d clients run again", code, len(jobs))
+        self._queue.extendleft(reversed(jobs))
+        self._workers[self._workers.index(worker)] = self._new_worker()
+
+    def _stop(self, worker: _Worker) -> None:
+        worker.connection.close()
+        worker.process.join(0.05 if not worker.jobs else 0)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+
+    def _abandon(self, message_ids: set[str]) -> None:
+        """Give up messages: take them from the queue and stop the workers that are running them."""
+        if not message_ids:
+            return
+        self._queue = deque(job for job in self._queue if job.message.metadata.message_id not in message_ids)
+        for worker in list(self._workers):
+            if any(job.message.metadata.message_id in message_ids for job in worker.jobs):
+                kept = [job for job in worker.jobs if job.message.metadata.message_id not in message_ids]
+                self._queue.extendleft(reversed(kept))
+                self._stop(worker)
+                self._workers[self._workers.index(worker)] = self._new_worker()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread, as in a worker process, so that clients compute the same bits here."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _kind(job: Job) -> tuple[int, str]:
+    return job.task.node_id, job.message.metadata.message_type
