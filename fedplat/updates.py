@@ -1,0 +1,122 @@
+"""A round's replies as one matrix: the only place where Flower's records become tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .arrays import FlatArrays, Layout
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class ClientUpdates:
+    """The accepted replies of one round, one row per client, ordered by partition and then by node id.
+
+    ``params`` (n, d) float32 holds the models the clients returned, ``reference`` (d,) the model they were
+    sent, ``num_examples`` (n,) int64 what they claim to have trained on. ``coverage`` (n, d) bool tells which
+    elements a client trained; None means all. Treat every array as read-only: rows may be views of memory
+    that Flower's records share.
+    """
+
+    layout: Layout
+    node_ids: NDArray[np.int64]
+    num_examples: NDArray[np.int64]
+    params: torch.Tensor
+    reference: torch.Tensor
+    side: NDArray[np.uint8]
+    coverage: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.node_ids)
+
+    @classmethod
+    def stack(
+        cls,
+        models: Sequence[FlatArrays],
+        reference: FlatArrays,
+        node_ids: Sequence[int],
+        num_examples: Sequence[int],
+        coverage: torch.Tensor | None = None,
+    ) -> ClientUpdates:
+        """Make the matrix of models that share the reference's layout; without a copy if they are its rows."""
+        params, side = _as_rows(models)
+        return cls(
+            reference.layout,
+            np.asarray(node_ids, np.int64),
+            np.asarray(num_examples, np.int64),
+            torch.from_numpy(params),
+            torch.from_numpy(_writable(reference.vector)),
+            side,
+            coverage,
+        )
+
+    def deltas(self) -> torch.Tensor:
+        """Return params − reference, (n, d); a new tensor."""
+        return self.params - self.reference
+
+    def select(self, keep: NDArray[np.bool_]) -> ClientUpdates:
+        """Return the updates of some clients, given as a mask (n,)."""
+        if keep.all():
+            return self
+        rows = torch.from_numpy(keep)
+        return replace(
+            self,
+            node_ids=self.node_ids[keep],
+            num_examples=self.num_examples[keep],
+            params=self.params[rows],
+            side=self.side[keep],
+            coverage=None if self.coverage is None else self.coverage[rows],
+        )
+
+    def columns(self, start: int, stop: int) -> ClientUpdates:
+        """Return the updates restricted to elements start..stop of the vector; views."""
+        if (start, stop) == (0, self.params.shape[1]):
+            return self
+        coverage = None if self.coverage is None else self.coverage[:, start:stop]
+        return replace(
+            self, params=self.params[:, start:stop], reference=self.reference[start:stop], coverage=coverage
+        )
+
+    def finite_rows(self) -> NDArray[np.bool_]:
+        """Return which clients (n,) sent finite numbers only."""
+        # A sum is finite only if its terms are; the few rows whose sum is not are looked at element by element.
+        sums = self.params.sum(dim=1)
+        finite = torch.isfinite(sums)
+        for row in torch.nonzero(~finite).flatten().tolist():
+            finite[row] = torch.isfinite(self.params[row]).all()
+        return finite.numpy()
+
+    def update_norms(self) -> NDArray[np.float64]:
+        """Return each client's ‖params − reference‖₂ (n,), summed in float64 so that no square overflows."""
+        squares = torch.zeros(len(self), dtype=torch.float64)
+        for start, stop in column_chunks(*self.params.shape):
+            difference = self.params[:, start:stop].double().sub_(self.reference[start:stop])
+            squares += difference.square_().sum(dim=1)
+        return squares.sqrt_().numpy()
+
+
+def column_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Cut the columns of a matrix into ranges small enough to work on without a copy of the whole."""
+    width = max(1, _CHUNK_ELEMENTS // max(rows, 1))
+    return [(start, min(start + width, columns)) for start in range(0, columns, width)]
+
+
+def _as_rows(models: Sequence[FlatArrays]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    block = models[0].block
+    if block is not None and all(m.block is block for m in models):
+        rows = [m.row for m in models]
+        first, count = rows[0], len(rows)
+        if rows == list(range(first, first + count)):
+            return block.matrix[first : first + count], block.side[first : first + count]
+    return np.stack([m.vector for m in models]), np.stack([m.side for m in models])
+
+
+def _writable(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    # torch warns about read-only memory; the reference is only ever read.
+    return vector if vector.flags.writeable else vector.copy()

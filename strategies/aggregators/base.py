@@ -1,0 +1,62 @@
+"""What an aggregation rule returns, and the thin class that puts one into a strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fedplat.errors import UserError
+from fedplat.updates import ClientUpdates
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The outcome of an aggregation rule.
+
+    ``vector`` (d,) float32 is the new model, ``weights`` (n,) float64 each client's share in it (they sum
+    to 1), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients by row, where the rule does.
+    """
+
+    vector: torch.Tensor
+    weights: torch.Tensor
+    accepted: torch.Tensor
+    verdicts: Mapping[int, str] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+
+
+class InfeasibleError(UserError):
+    """A rule's parameters do not allow the number of clients at hand; the message gives the inequality."""
+
+
+class Aggregator(ABC):
+    """A rule with its parameters. State, where a rule has any, is keyed by node id and can be saved."""
+
+    @abstractmethod
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Combine the updates of one round; the updates are left as they are."""
+
+    def check(self, clients: int) -> None:
+        """Raise InfeasibleError if the rule cannot work on that many clients; called before the first round."""
+
+    def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
+        """Combine float buffers (n, b), such as BatchNorm's running statistics, with the shares found above."""
+        return (aggregate.weights @ updates.params.double()).float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers from round to round, as tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`state_dict` returned."""
+
+
+class CoordinateWise(Aggregator):
+    """A rule that treats every coordinate by itself, so buffers are simply more coordinates."""
+
+    def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
+        """Apply the same rule to the buffers."""
+        return self(updates).vector

@@ -1,0 +1,97 @@
+"""Mean, median and trimmed mean: pure functions on the matrix (n, d) of the clients' models or updates.
+
+All three commute with adding a constant, so they may be given models or updates alike. They work through
+the columns in chunks: besides the input they hold a few megabytes and the result.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fedplat.updates import column_chunks
+
+from .base import Aggregate, InfeasibleError
+
+_SHARE_SAMPLE = 4096
+
+
+def mean(matrix: torch.Tensor, weights: torch.Tensor | None = None) -> Aggregate:
+    """Return the mean Σᵢ wᵢ xᵢ / Σᵢ wᵢ, accumulated in float64.
+
+    ``matrix`` is (n, d), ``weights`` (n,) are non-negative, by default equal. Raises ValueError if the
+    weights are negative, not finite, or all zero. McMahan et al., AISTATS 2017, with sample counts.
+
+    >>> mean(torch.tensor([[0.0], [4.0]]), torch.tensor([3.0, 1.0])).vector
+    tensor([1.])
+    """
+    n, d = matrix.shape
+    shares = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64)
+    total = shares.sum()
+    if bool((shares < 0).any()) or not bool(total > 0) or not bool(torch.isfinite(total)):
+        raise ValueError("weights must be finite, not negative, and not all zero")
+    shares = shares / total
+    out = torch.empty(d, dtype=torch.float32)
+    for start, stop in column_chunks(n, d):
+        out[start:stop] = shares @ matrix[:, start:stop].double()
+    return Aggregate(out, shares, shares > 0)
+
+
+def median(matrix: torch.Tensor) -> Aggregate:
+    """Return the coordinate-wise median; for an even number of clients the midpoint of the middle two.
+
+    ``matrix`` is (n, d). Sample counts play no part, since a client could claim any. Tolerates fewer than n/2
+    arbitrary clients. Yin et al., ICML 2018, option I.
+
+    >>> median(torch.tensor([[1.0], [2.0], [3.0], [100.0]])).vector
+    tensor([2.5000])
+    """
+    return _mean_of_middle(matrix, (matrix.shape[0] - 1) // 2)
+
+
+def trimmed_mean(matrix: torch.Tensor, trim: int) -> Aggregate:
+    """Return, per coordinate, the mean without the ``trim`` smallest and the ``trim`` largest values.
+
+    ``matrix`` is (n, d). Tolerates ``trim`` arbitrary clients. Raises InfeasibleError unless 2·trim < n.
+    Yin et al., ICML 2018, option II.
+
+    >>> trimmed_mean(torch.tensor([[1.0], [1], [1], [1], [5], [5], [9]]), 2).vector
+    tensor([2.3333])
+    """
+    n = matrix.shape[0]
+    check_trim(n, trim)
+    return _mean_of_middle(matrix, trim)
+
+
+def check_trim(clients: int, trim: int) -> None:
+    """Raise InfeasibleError unless a trimmed mean of that many clients has anything left."""
+    if trim < 0 or 2 * trim >= clients:
+        raise InfeasibleError(f"trimmed mean: 2 x {trim} trimmed clients must be fewer than n = {clients}")
+
+
+def trim_count(beta: float, clients: int) -> int:
+    """Return ⌈beta·n⌉, so that a positive share always trims somebody (a floor of 0.2 x 4 would trim none).
+
+    >>> trim_count(0.2, 4), trim_count(0.3, 20), trim_count(0.0, 9)
+    (1, 6, 0)
+    """
+    return math.ceil(round(beta * clients, 9))
+
+
+def _mean_of_middle(matrix: torch.Tensor, trim: int) -> Aggregate:
+    n, d = matrix.shape
+    out = torch.empty(d, dtype=torch.float32)
+    for start, stop in column_chunks(n, d):
+        ordered = matrix[:, start:stop].t().contiguous().sort(dim=1).values
+        out[start:stop] = ordered[:, trim : n - trim].double().mean(dim=1)
+    return Aggregate(out, _shares(matrix, trim), torch.ones(n, dtype=torch.bool))
+
+
+def _shares(matrix: torch.Tensor, trim: int) -> torch.Tensor:
+    """Estimate each client's share: how often its value is in the middle, over evenly spaced coordinates."""
+    n, d = matrix.shape
+    step = max(1, -(-d // _SHARE_SAMPLE))
+    order = matrix[:, ::step].argsort(dim=0)[trim : n - trim]
+    counts = torch.bincount(order.flatten(), minlength=n).double()
+    return counts / counts.sum() if counts.sum() > 0 else torch.full((n,), 1 / n, dtype=torch.float64)

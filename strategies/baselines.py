@@ -1,0 +1,92 @@
+"""The plain rules every defence is compared with, as ready strategies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Unpack
+
+import torch
+from pydantic import Field
+
+from fedplat.updates import ClientUpdates
+
+from .aggregators import Aggregate, CoordinateWise, mean, median, trimmed_mean
+from .aggregators.coordinatewise import check_trim, trim_count
+from .composed import FederatedStrategy, StrategyParts
+
+
+class MeanRule(CoordinateWise):
+    """Mean of the clients' models, weighted by their sample counts or not."""
+
+    def __init__(self, weighted: bool) -> None:
+        self.weighted = weighted
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Return the mean."""
+        return mean(updates.params, torch.from_numpy(updates.num_examples) if self.weighted else None)
+
+
+class MedianRule(CoordinateWise):
+    """Coordinate-wise median of the clients' models."""
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Return the median."""
+        return median(updates.params)
+
+
+class TrimmedMeanRule(CoordinateWise):
+    """Coordinate-wise mean of the clients' models without the ⌈beta·n⌉ extremes on either side."""
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def check(self, clients: int) -> None:
+        """Raise InfeasibleError unless 2·⌈beta·n⌉ < n."""
+        check_trim(clients, trim_count(self.beta, clients))
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Return the trimmed mean; with fewer replies than planned, trim as many as leave one."""
+        n = len(updates)
+        return trimmed_mean(updates.params, min(trim_count(self.beta, n), (n - 1) // 2))
+
+
+class Mean(FederatedStrategy):
+    """Federated averaging: the mean of the clients' models, weighted by sample count.
+
+    w ← Σᵢ nᵢ wᵢ / Σᵢ nᵢ. One bad client moves it as far as it likes. ``weighted=False`` gives every client
+    the same weight. O(n·d). McMahan et al., AISTATS 2017.
+
+        Mean().start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, weighted: bool = True, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(MeanRule(weighted), **parts)
+
+
+class Median(FederatedStrategy):
+    """The coordinate-wise median of the clients' models; sample counts play no part.
+
+    Withstands fewer than half the clients. O(n log n · d). Yin et al., ICML 2018, option I.
+
+        Median().start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(MedianRule(), **parts)
+
+
+class TrimmedMean(FederatedStrategy):
+    """The coordinate-wise mean without the ⌈beta·n⌉ smallest and largest values; sample counts play no part.
+
+    Withstands a fraction beta of the clients; beta is rounded up to whole clients. Refused before the first
+    round unless 2·⌈beta·n⌉ < n. O(n log n · d). Yin et al., ICML 2018, option II.
+
+        TrimmedMean(beta=0.3).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(
+        self, *, beta: Annotated[float, Field(ge=0, lt=0.5)] = 0.2, **parts: Unpack[StrategyParts]
+    ) -> None:
+        super().__init__(TrimmedMeanRule(beta), **parts)
+
+
+__all__ = ["Mean", "MeanRule", "Median", "MedianRule", "TrimmedMean", "TrimmedMeanRule"]

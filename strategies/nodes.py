@@ -1,0 +1,81 @@
+"""Which nodes there are, and in what order: by partition, so that no run depends on ids drawn at random."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedplat.compat import MessageType
+from fedplat.errors import UserError
+
+log = logging.getLogger("fedplat")
+
+_POLL_SECONDS = 1.0
+_QUERY_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A client: the id Flower gave it and the partition it holds, which is None if it does not tell."""
+
+    node_id: int
+    partition: int | None
+
+    @property
+    def key(self) -> int:
+        """The number that orders nodes and seeds their draws."""
+        return self.node_id if self.partition is None else self.partition
+
+
+class NodeDirectory:
+    """Knows the nodes of a grid in the order of their partitions; asks each new node once for its own."""
+
+    def __init__(self, min_nodes: int, wait_seconds: float) -> None:
+        self._min_nodes = min_nodes
+        self._wait_seconds = wait_seconds
+        self._known: dict[int, Node] = {}
+
+    def __getitem__(self, node_id: int) -> Node:
+        return self._known.get(node_id, Node(node_id, None))
+
+    def online(self, grid: Grid) -> list[Node]:
+        """Return the connected nodes, at least ``min_nodes``.
+
+        Raises UserError if that many have not connected within ``wait_seconds``.
+        """
+        deadline = time.monotonic() + self._wait_seconds
+        while len(ids := list(grid.get_node_ids())) < self._min_nodes:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"{len(ids)} of at least {self._min_nodes} clients are connected after "
+                    f"{self._wait_seconds:g} s: start more clients, or lower min_nodes"
+                )
+            time.sleep(_POLL_SECONDS)
+        new = sorted(set(ids) - self._known.keys())
+        if new:
+            self._ask(grid, new)
+        # Nodes that do not tell their partition come last, by id.
+        return sorted((self._known[i] for i in ids), key=lambda n: (n.partition is None, n.key))
+
+    def _ask(self, grid: Grid, ids: list[int]) -> None:
+        question = RecordDict()
+        messages = [Message(question, i, MessageType.QUERY) for i in ids]
+        partitions: dict[int, int] = {}
+        for reply in grid.send_and_receive(messages, timeout=_QUERY_SECONDS):
+            if reply.has_content():
+                for record in reply.content.config_records.values():
+                    value = record.get("partition-id")
+                    if isinstance(value, int):
+                        partitions[reply.metadata.src_node_id] = value
+        claimed = list(partitions.values())
+        for i in ids:
+            partition = partitions.get(i)
+            self._known[i] = Node(i, partition if claimed.count(partition) == 1 else None)  # type: ignore[arg-type]
+        if len(partitions) < len(ids):
+            log.debug(
+                "%d nodes do not tell their partition; they are ordered by id", len(ids) - len(partitions)
+            )
