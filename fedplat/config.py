@@ -1,0 +1,223 @@
+"""The experiment schema: what a scenario file may say, checked before anything is built.
+
+A part (a model, an attack, a partition ...) is a table with a ``name``; its other keys are the settings of the
+thing behind that name, so the schema of a file depends on the names in it. ``load`` builds that schema,
+validates the file against it and fills in every default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from . import registry
+from .config_errors import explain
+from .errors import UserError
+from .training_config import LocalTraining
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, protected_namespaces=())
+
+
+class Part(_Strict):
+    """A named part with its settings; ``kind`` is the registry kind its name is looked up in."""
+
+    kind: ClassVar[str] = ""
+    name: str
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the thing behind the name, without the keys every such part has."""
+        common = _base_of(type(self)).model_fields
+        return {key: getattr(self, key) for key in type(self).model_fields if key not in common}
+
+    def build(self, *arguments: Any, **more: Any) -> Any:
+        """Call the thing behind the name with its settings."""
+        return registry.find(self.kind, self.name).load()(*arguments, **self.settings(), **more)
+
+
+class DataConfig(Part):
+    """The data set. ``root`` is a local copy, ``download`` allows fetching one."""
+
+    kind: ClassVar[str] = "datasets"
+    root: Path | None = None
+    download: bool = True
+
+
+class PartitionConfig(Part):
+    """How training samples are spread over ``clients`` clients; 0 means as many as a natural partition has."""
+
+    kind: ClassVar[str] = "partitions"
+    clients: Annotated[int, Field(ge=0)]
+
+
+class ModelConfig(Part):
+    """The model."""
+
+    kind: ClassVar[str] = "models"
+
+
+class SelectionConfig(Part):
+    """Who takes part in a round."""
+
+    kind: ClassVar[str] = "selectors"
+    name: str = "all"
+
+
+class AttackConfig(Part):
+    """An attack by ``clients`` (ids), or by a ``fraction`` of all clients drawn with the run's seed."""
+
+    kind: ClassVar[str] = "attacks"
+    fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    clients: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+
+
+class StrategyConfig(Part):
+    """The settings of one strategy."""
+
+    kind: ClassVar[str] = "strategies"
+    name: str = ""
+
+
+class EvaluationConfig(_Strict):
+    """Evaluation of the global model on the test set: every so many rounds, and after the last."""
+
+    every: PositiveInt = 1
+    batch_size: PositiveInt = 1000
+
+
+class ExperimentConfig(_Strict):
+    """A situation, and the strategies that are run on it.
+
+    Fields typed as plain parts here hold the settings of the named part too; see :func:`load`.
+    """
+
+    name: str
+    description: str = ""
+    seed: Annotated[int, Field(ge=0)] = 1
+    rounds: PositiveInt
+    timeout: Annotated[float, Field(gt=0, description="longest wait for a round's replies, in seconds")] = (
+        3600.0
+    )
+    strategies: Annotated[tuple[str, ...], Field(min_length=1)] = ("mean",)
+    data: DataConfig
+    partition: PartitionConfig
+    model: ModelConfig
+    training: LocalTraining = LocalTraining()
+    selection: SelectionConfig = SelectionConfig()
+    attacks: tuple[AttackConfig, ...] = ()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    strategy: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fully resolved configuration as plain values, in the shape of a scenario file."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def digest(self) -> str:
+        """Return eight hexadecimal digits that change with anything that can change a result."""
+        content = self.to_dict()
+        content.pop("description", None)
+        for key in ("root", "download"):
+            content["data"].pop(key, None)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+    def strategy_settings(self, name: str) -> dict[str, Any]:
+        """Return the settings of one of ``strategies``."""
+        part: StrategyConfig = getattr(self.strategy, _field_name(self.strategies.index(name)))
+        return part.settings()
+
+
+_PARTS: dict[str, type[Part]] = {
+    "data": DataConfig,
+    "partition": PartitionConfig,
+    "model": ModelConfig,
+    "selection": SelectionConfig,
+}
+
+
+def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
+    """Check a scenario given as plain values and fill in its defaults.
+
+    ``where`` names the file in error messages. Raises UserError that lists every mistake with its key, the
+    value found, what is allowed, and the nearest right name.
+    """
+    schema = _schema_for(raw, where)
+    try:
+        config = schema.model_validate(dict(raw))
+    except ValidationError as error:
+        raise UserError(explain(error, schema, raw, where)) from None
+    for index, attack in enumerate(config.attacks):
+        if (attack.fraction is None) == (attack.clients is None):
+            raise UserError(f"{where}: attacks.{index}: give either 'fraction' or 'clients'")
+    return config
+
+
+def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
+    """Return the schema for a file that has these names in it."""
+    fields: dict[str, Any] = {}
+    for key, base in _PARTS.items():
+        table = raw.get(key)
+        if isinstance(table, Mapping) and (
+            name := table.get("name", base.model_fields["name"].get_default())
+        ):
+            part = _part_schema(base, name, f"{where}: {key}.name")
+            fields[key] = (part, part() if key == "selection" else ...)
+    attacks = raw.get("attacks", ())
+    if isinstance(attacks, list | tuple):
+        schemas = [
+            _part_schema(AttackConfig, attack["name"], f"{where}: attacks.{index}.name")
+            for index, attack in enumerate(attacks)
+            if isinstance(attack, Mapping) and "name" in attack
+        ]
+        if schemas and len(schemas) == len(attacks):
+            fields["attacks"] = (tuple[*schemas], ...)  # type: ignore[valid-type]
+    strategies = raw.get("strategies", ("mean",))
+    if isinstance(strategies, list | tuple) and all(isinstance(name, str) for name in strategies):
+        if len(set(strategies)) < len(strategies):
+            raise UserError(f"{where}: strategies: {list(strategies)} names one twice")
+        named = {
+            _field_name(i): (schema, Field(default=schema(), alias=name))
+            for i, name in enumerate(strategies)
+            for schema in [_part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)]
+        }
+        table_schema = create_model("StrategyTable", __base__=_Strict, **named)  # type: ignore[call-overload]
+        fields["strategy"] = (table_schema, table_schema())
+    return create_model("Experiment", __base__=ExperimentConfig, **fields)
+
+
+def _part_schema(base: type[Part], name: Any, where: str, show_name: bool = True) -> type[Any]:
+    """Return ``base`` extended by the settings of the part called ``name``."""
+    if not isinstance(name, str):
+        raise UserError(f"{where}: found {name!r}, expected a name")
+    try:
+        target = registry.find(base.kind, name).load()
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    settings = {s.name: (s.annotation, ... if s.required else s.default) for s in registry.settings(target)}
+    exclude = None if show_name else True
+    own_name = (Literal[name], Field(default=name, exclude=exclude))
+    return create_model(f"{base.__name__}[{name}]", __base__=base, name=own_name, **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def _base_of(part: type[Part]) -> type[Part]:
+    return next(c for c in part.__mro__ if "[" not in c.__name__ and issubclass(c, Part))
+
+
+def _field_name(index: int) -> str:
+    return f"strategy_{index}"
+
+
+def strategy_names(text: Iterable[str]) -> list[str]:
+    """Split ``--strategy`` values at commas.
+
+    >>> strategy_names(["mean,median", "trimmed-mean"])
+    ['mean', 'median', 'trimmed-mean']
+    """
+    return [name.strip() for value in text for name in value.split(",") if name.strip()]

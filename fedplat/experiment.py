@@ -1,0 +1,291 @@
+"""The main path: configuration -> data -> clients -> strategy -> rounds -> results. Read it from top to bottom."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import Strategy
+
+from . import models, registry
+from .arrays import FlatArrays
+from .clients.app import ClientTask, make_client_app
+from .clients.attacks import Attack, choose_attackers
+from .clients.training import evaluate
+from .config import ExperimentConfig
+from .datasets.base import Dataset, Source
+from .datasets.cache import default_cache
+from .datasets.labels import Labels
+from .datasets.partition import partition
+from .errors import UserError
+from .models.flat import FlatModel
+from .results.folder import RunFolder, StrategyLog
+from .rounds import EvaluateFn, Round, rounds
+from .runtime.local import LocalGrid
+from .security.validation import ReplyRules
+from .strategies.composed import ClientReport, FederatedStrategy
+
+
+class Observer(Protocol):
+    """Is told how a run goes on; ``record`` is the line that was just added to ``rounds.jsonl``."""
+
+    def begin(self, strategy: str, done: int, total: int) -> None:
+        """A strategy starts, or goes on after ``done`` rounds."""
+        ...
+
+    def round(self, strategy: str, record: dict[str, Any]) -> None:
+        """A round is over and on disk."""
+        ...
+
+    def end(self, strategy: str) -> None:
+        """A strategy is finished."""
+        ...
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What every strategy of a run faces: data, who holds it, who attacks, the model to start from."""
+
+    config: ExperimentConfig
+    task: ClientTask
+    initial: ArrayRecord
+    evaluate_fn: EvaluateFn
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.task.parts)
+
+
+def run(
+    config: ExperimentConfig, folder: RunFolder, *, workers: int | None, device: str, observer: Observer
+) -> None:
+    """Run every strategy that the folder does not hold finished; each starts or goes on where it stopped.
+
+    The results do not depend on ``workers``. Ctrl-C passes through as KeyboardInterrupt, with everything up to
+    the last full round on disk.
+    """
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    situation = build_situation(config, device)
+    strategies = {name: build_strategy(config, name, situation) for name in config.strategies}
+    folder.describe(
+        device=situation.task.device,
+        data_note=situation.task.dataset.note,
+        data_fingerprint=situation.task.dataset.fingerprint,
+        samples_per_client=[len(part) for part in situation.task.parts],
+        attackers=sorted(situation.task.attacks),
+        parameters=FlatArrays.of_record(situation.initial).layout.num_params,
+    )
+    for name, strategy in strategies.items():
+        log = folder.log(name)
+        if log.finished:
+            observer.begin(name, config.rounds, config.rounds)
+        else:
+            run_strategy(name, strategy, situation, log, workers, observer)
+        observer.end(name)
+
+
+def run_strategy(
+    name: str,
+    strategy: Strategy,
+    situation: Situation,
+    log: StrategyLog,
+    workers: int | None,
+    observer: Observer,
+) -> None:
+    """Run one strategy to the end, from its checkpoint if there is one."""
+    config, arrays, done = situation.config, situation.initial, -1
+    workers = 0 if situation.task.device != "cpu" else workers
+    with LocalGrid(make_client_app(situation.task), situation.num_clients, workers=workers) as grid:
+        if log.started:
+            checkpoint = log.load_checkpoint()
+            done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
+            grid.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
+            if isinstance(strategy, FederatedStrategy):
+                strategy.load_state_dict(checkpoint["strategy"])
+        log.rewind(done)
+        # Before any thread of a progress display exists.
+        grid.start_workers()
+        observer.begin(name, max(done, 0), config.rounds)
+        for current in rounds(
+            strategy,
+            grid,
+            arrays,
+            config.rounds,
+            timeout=config.timeout,
+            evaluate_fn=situation.evaluate_fn,
+            after=done,
+        ):
+            arrays = current.arrays
+            clients = client_records(current, strategy, situation)
+            record = round_record(current, clients, len(situation.task.attacks))
+            log.append(record, clients)
+            log.save_checkpoint(
+                {
+                    "round": current.number,
+                    "arrays": state_dict_of(arrays),
+                    "nodes": {n: torch.frombuffer(bytearray(s), dtype=torch.uint8) for n, s in grid.node_states().items()},
+                    "strategy": strategy.state_dict() if isinstance(strategy, FederatedStrategy) else {},
+                }
+            )  # fmt: skip
+            observer.round(name, record)
+    log.save_model(state_dict_of(arrays))
+
+
+# Building the situation ------------------------------------------------------------------------------------
+
+
+def load_data(config: ExperimentConfig) -> tuple[Dataset, list[np.ndarray]]:
+    """Load the data set and spread its training samples over the clients."""
+    root = config.data.root or (Path(os.environ["FEDPLAT_DATA"]) if os.environ.get("FEDPLAT_DATA") else None)
+    source = Source(root, default_cache(), config.data.download, config.seed)
+    dataset: Dataset = config.data.build(source)
+    parts = partition(
+        config.partition.name,
+        Labels.of(dataset),
+        config.partition.clients,
+        config.seed,
+        **config.partition.settings(),
+    )
+    return dataset, parts
+
+
+def build_situation(config: ExperimentConfig, device: str) -> Situation:
+    """Load and spread the data, choose the attackers, and build the initial model and its evaluation."""
+    device = resolve_device(device)
+    dataset, parts = load_data(config)
+    attacks: dict[int, Attack] = {}
+    requests = [(attack.fraction, attack.clients) for attack in config.attacks]
+    for attack, ids in zip(config.attacks, choose_attackers(len(parts), requests, config.seed), strict=True):
+        attacks |= dict.fromkeys(ids, attack.build())
+    builder = registry.find("models", config.model.name).load()
+    build_model = functools.partial(
+        models.build,
+        builder,
+        dataset.sample_shape,
+        dataset.num_classes,
+        config.seed,
+        **config.model.settings(),
+    )
+    task = ClientTask(dataset, parts, build_model, config.training, config.seed, attacks, device)
+    model = FlatModel(build_model(), device)
+    initial = FlatArrays(model.layout, model.vector.cpu().numpy().copy(), model.side.cpu().numpy().copy())
+    return Situation(config, task, initial.to_record(), _evaluation_of(model, dataset, config))
+
+
+def resolve_device(device: str) -> str:
+    """Return ``cuda`` or ``cpu``; raises UserError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu or auto")
+    return ("cuda" if available else "cpu") if device == "auto" else device
+
+
+def build_strategy(config: ExperimentConfig, name: str, situation: Situation) -> Strategy:
+    """Build a strategy; raises InfeasibleError if its rule cannot work on so many clients."""
+    target = registry.find("strategies", name).load()
+    settings = config.strategy_settings(name)
+    if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
+        foreign: Strategy = target(**settings)
+        return foreign
+    strategy = target(
+        **settings,
+        selector=config.selection.build(),
+        seed=config.seed,
+        rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
+        fraction_evaluate=0.0,
+        min_nodes=situation.num_clients,
+    )
+    strategy.aggregator.check(strategy.selector.count(situation.num_clients))
+    return strategy
+
+
+def _evaluation_of(model: FlatModel, dataset: Dataset, config: ExperimentConfig) -> EvaluateFn:
+    x = dataset.prepare(dataset.test.x).to(model.device)
+    y = torch.from_numpy(np.ascontiguousarray(dataset.test.y)).to(model.device)
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round % config.evaluation.every and server_round != config.rounds:
+            return None
+        model.load(FlatArrays.of_record(arrays, model.layout))
+        result = evaluate(model, x, y, dataset.num_classes, config.evaluation.batch_size)
+        recall = result.confusion.diagonal() / np.where(result.support > 0, result.support, np.nan)
+        return MetricRecord(
+            {"accuracy": result.accuracy, "loss": result.loss, "per-class-accuracy": recall.tolist()}
+        )
+
+    return evaluate_fn
+
+
+# Results of a round ----------------------------------------------------------------------------------------
+
+
+def client_records(current: Round, strategy: Strategy, situation: Situation) -> list[dict[str, Any]]:
+    """Return the rows of a round for ``clients.jsonl``, by client."""
+    reports = list(strategy.reports) if isinstance(strategy, FederatedStrategy) else []
+    if current.number == 0:
+        return []
+    known = {report.node_id for report in reports}
+    for node_id, reason in current.failures.items():
+        if node_id not in known:
+            client = strategy.client_of(node_id) if isinstance(strategy, FederatedStrategy) else node_id
+            reports.append(ClientReport(node_id, client, "failed", reason))
+    return [
+        {
+            "round": current.number,
+            "client": report.client,
+            "status": report.status,
+            "reason": report.reason,
+            "samples": report.num_examples,
+            "weight": report.weight,
+            "verdict": report.verdict,
+            "update_norm": report.update_norm,
+            "malicious": report.client in situation.task.attacks,
+        }
+        for report in sorted(reports, key=lambda report: report.client)
+    ]
+
+
+def round_record(current: Round, clients: list[dict[str, Any]], attackers: int) -> dict[str, Any]:
+    """Return the line of a round for ``rounds.jsonl``."""
+    metrics: Mapping[str, Any] = current.server_metrics or {}
+    malicious = [row for row in clients if row["malicious"]]
+    attack = {
+        "attackers": attackers,
+        "selected": len(malicious),
+        "weight": sum(row["weight"] for row in malicious),
+    }
+    return {
+        "round": current.number,
+        "accuracy": metrics.get("accuracy"),
+        "loss": metrics.get("loss"),
+        "per_class_accuracy": metrics.get("per-class-accuracy"),
+        "attack": attack if attackers else {},
+        "train": dict(current.train_metrics or {}),
+        **{
+            status: sum(row["status"] == status for row in clients)
+            for status in ("accepted", "refused", "failed")
+        },
+        "bytes_down": current.bytes_down,
+        "bytes_up": current.bytes_up,
+        "seconds": current.seconds,
+    }
+
+
+def state_dict_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Return a model's arrays as a torch state dict."""
+    flat = FlatArrays.of_record(arrays)
+    return {entry.name: torch.from_numpy(flat.view(entry.name)) for entry in flat.layout.entries}
+
+
+def _record_of(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    return ArrayRecord({name: Array(tensor.numpy()) for name, tensor in state.items()})

@@ -1,0 +1,120 @@
+"""The round loop, over any Flower strategy and any grid.
+
+The calls are those of Flower's ``Strategy.start`` and come in the same order; what is added is that the caller
+gets each round as it ends, with its timings and what was sent, and may begin at any round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from .arrays import payload_bytes
+from .security.validation import array_records
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@dataclass
+class Round:
+    """What happened in one round; number 0 is the evaluation of the initial model.
+
+    ``seconds`` is wall time by phase, ``bytes_down`` and ``bytes_up`` are the arrays of all messages to and
+    from the clients, in bytes. ``arrays`` is the model after the round.
+    """
+
+    number: int
+    arrays: ArrayRecord
+    train_metrics: MetricRecord | None = None
+    client_metrics: MetricRecord | None = None
+    server_metrics: MetricRecord | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+def rounds(
+    strategy: Strategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    num_rounds: int,
+    *,
+    timeout: float = 3600.0,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+    after: int = -1,
+) -> Iterator[Round]:
+    """Yield round after round, up to ``num_rounds``.
+
+    ``after`` is the last round already done, whose model is ``initial_arrays``; −1 starts afresh with the
+    evaluation of the initial model. ``timeout`` bounds each wait for replies, in seconds.
+    """
+    strategy.summary()
+    train_config = ConfigRecord() if train_config is None else train_config
+    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    arrays = initial_arrays
+    if after < 0 and evaluate_fn:
+        start = Round(0, arrays)
+        with _timed(start, "evaluate"):
+            start.server_metrics = evaluate_fn(0, arrays)
+        yield start
+    for number in range(max(after, 0) + 1, num_rounds + 1):
+        current = Round(number, arrays)
+        with _timed(current, "configure"):
+            messages = list(strategy.configure_train(number, arrays, train_config, grid))
+        with _timed(current, "train"):
+            replies = list(grid.send_and_receive(messages=messages, timeout=timeout))
+        current.bytes_down, current.bytes_up = _array_bytes(messages), _array_bytes(replies)
+        current.failures = _failures(messages, replies)
+        with _timed(current, "aggregate"):
+            new_arrays, current.train_metrics = strategy.aggregate_train(number, replies)
+        if new_arrays is not None:
+            current.arrays = arrays = new_arrays
+        del messages, replies  # their memory is the next round's
+        with _timed(current, "evaluate-clients"):
+            questions = list(strategy.configure_evaluate(number, arrays, evaluate_config, grid))
+            answers = list(grid.send_and_receive(messages=questions, timeout=timeout))
+            current.client_metrics = strategy.aggregate_evaluate(number, answers)
+        current.bytes_down += _array_bytes(questions)
+        with _timed(current, "evaluate"):
+            current.server_metrics = evaluate_fn(number, arrays) if evaluate_fn else None
+        yield current
+
+
+@contextmanager
+def _timed(current: Round, phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    current.seconds[phase] = time.perf_counter() - start
+
+
+def _array_bytes(messages: Iterable[Message]) -> int:
+    known: dict[int, int] = {}
+    total = 0
+    for message in messages:
+        for record in array_records(message):
+            if id(record) not in known:
+                known[id(record)] = payload_bytes(record)
+            total += known[id(record)]
+    return total
+
+
+def _failures(messages: list[Message], replies: list[Message]) -> dict[int, str]:
+    """Return why nodes gave no usable reply, by node id: an error, or silence until the timeout."""
+    # A lost node's error comes from elsewhere; the message it answers tells whose it is.
+    asked = {m.metadata.message_id: m.metadata.dst_node_id for m in messages if m.metadata.message_id}
+    failures = {m.metadata.dst_node_id: "no reply before the timeout" for m in messages}
+    for reply in replies:
+        node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+        failures.pop(node, None)
+        if reply.has_error():
+            failures[node] = reply.error.reason or f"error code {reply.error.code}"
+    return failures
