@@ -16,9 +16,10 @@ from fedplat.arrays import FlatArrays
 from fedplat.datasets.base import Dataset
 from fedplat.models.flat import FlatModel
 from fedplat.rng import generator, seeded_torch
+from fedplat.training_config import LocalTraining
 
 from .attacks import Attack, dispatch
-from .training import LocalTraining, evaluate, train_one
+from .training import evaluate, train_one
 
 _OPTIMIZER_KEY = "fedplat.optimizer"
 

@@ -32,7 +32,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One named array; ``start`` and ``stop`` count float32 elements in the vector, or bytes in the side block."""
+    """One named array, at elements start..stop of the float32 vector, or at such bytes of the side block."""
 
     name: str
     shape: tuple[int, ...]
@@ -187,7 +187,7 @@ class FlatArrays:
 
     @classmethod
     def of_record(cls, record: ArrayRecord, layout: Layout | None = None) -> FlatArrays:
-        """Return the memory behind a record if it is laid out so, else a copy of its arrays in that layout."""
+        """Return the memory behind a record if it is laid out so, else a copy in that layout."""
         source = cls.behind(record)
         if source is not None and (layout is None or source.layout == layout):
             return source
@@ -207,7 +207,7 @@ class FlatArrays:
 
 
 class ViewArray(Array):
-    """A Flower ``Array`` over memory in this process; its ``.npy`` bytes are made only when ``data`` is read."""
+    """A Flower ``Array`` over memory here; its ``.npy`` bytes are made only when ``data`` is read."""
 
     # Flower writes the class name into the wire format, where this is an ordinary Array.
     __qualname__ = "Array"
@@ -266,8 +266,8 @@ def matched(record: ArrayRecord, layout: Layout) -> list[tuple[Entry, NDArray[An
     if record.keys() != layout.by_name.keys():
         missing = sorted(layout.by_name.keys() - record.keys())
         extra = sorted(record.keys() - layout.by_name.keys())
-        raise LayoutError("; ".join(f"{what} {names}" for what, names in
-                                    (("missing arrays", missing), ("unexpected arrays", extra)) if names))  # fmt: skip
+        problems = {"missing arrays": missing, "unexpected arrays": extra}
+        raise LayoutError("; ".join(f"{what} {names}" for what, names in problems.items() if names))
     pairs = []
     for entry in layout.entries:
         try:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from flwr.app import RecordDict
+
 from .errors import UserError
 
 TESTED_FLOWER_VERSIONS = ("1.42.0",)
@@ -22,10 +24,9 @@ try:
 except ImportError as error:
     raise UserError(
         f"fedplat cannot use Flower {version('flwr')}: {error}. "
-        f"Tested with {', '.join(TESTED_FLOWER_VERSIONS)}: pip install 'flwr[simulation]=={TESTED_FLOWER_VERSIONS[-1]}'"
+        f"Tested with {', '.join(TESTED_FLOWER_VERSIONS)}: "
+        f"pip install 'flwr[simulation]=={TESTED_FLOWER_VERSIONS[-1]}'"
     ) from error
-
-from flwr.app import RecordDict
 
 SERVER_NODE_ID = 1
 

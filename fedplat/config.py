@@ -1,7 +1,7 @@
 """The experiment schema: what a scenario file may say, checked before anything is built.
 
-A part (a model, an attack, a partition ...) is a table with a ``name``; its other keys are the settings of the
-thing behind that name, so the schema of a file depends on the names in it. ``load`` builds that schema,
+A part (a model, an attack, a partition ...) is a table with a ``name``; its other keys are the settings of
+the thing behind that name, so the schema of a file depends on the names in it. ``load`` builds that schema,
 validates the file against it and fills in every default.
 """
 
@@ -52,7 +52,7 @@ class DataConfig(Part):
 
 
 class PartitionConfig(Part):
-    """How training samples are spread over ``clients`` clients; 0 means as many as a natural partition has."""
+    """How training samples are spread over ``clients`` clients; 0: as many as a natural partition has."""
 
     kind: ClassVar[str] = "partitions"
     clients: Annotated[int, Field(ge=0)]
@@ -203,7 +203,7 @@ def _part_schema(base: type[Part], name: Any, where: str, show_name: bool = True
     settings = {s.name: (s.annotation, ... if s.required else s.default) for s in registry.settings(target)}
     exclude = None if show_name else True
     own_name = (Literal[name], Field(default=name, exclude=exclude))
-    return create_model(f"{base.__name__}[{name}]", __base__=base, name=own_name, **settings)  # type: ignore[call-overload,no-any-return]
+    return create_model(f"{base.__name__}[{name}]", __base__=base, name=own_name, **settings)  # type: ignore[call-overload]
 
 
 def _base_of(part: type[Part]) -> type[Part]:

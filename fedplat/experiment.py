@@ -1,4 +1,4 @@
-"""The main path: configuration -> data -> clients -> strategy -> rounds -> results. Read it from top to bottom."""
+"""The main path, to read from top to bottom: configuration, data, clients, strategy, rounds, results."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def run(
 ) -> None:
     """Run every strategy that the folder does not hold finished; each starts or goes on where it stopped.
 
-    The results do not depend on ``workers``. Ctrl-C passes through as KeyboardInterrupt, with everything up to
-    the last full round on disk.
+    The results do not depend on ``workers``. Ctrl-C passes through as KeyboardInterrupt, with everything up
+    to the last full round on disk.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)
     situation = build_situation(config, device)
@@ -133,10 +133,10 @@ def run_strategy(
                 {
                     "round": current.number,
                     "arrays": state_dict_of(arrays),
-                    "nodes": {n: torch.frombuffer(bytearray(s), dtype=torch.uint8) for n, s in grid.node_states().items()},
+                    "nodes": {node: _as_tensor(state) for node, state in grid.node_states().items()},
                     "strategy": strategy.state_dict() if isinstance(strategy, FederatedStrategy) else {},
                 }
-            )  # fmt: skip
+            )
             observer.round(name, record)
     log.save_model(state_dict_of(arrays))
 
@@ -197,7 +197,7 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation) ->
     if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
         foreign: Strategy = target(**settings)
         return foreign
-    strategy = target(
+    strategy: FederatedStrategy = target(
         **settings,
         selector=config.selection.build(),
         seed=config.seed,
@@ -285,6 +285,11 @@ def state_dict_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
     """Return a model's arrays as a torch state dict."""
     flat = FlatArrays.of_record(arrays)
     return {entry.name: torch.from_numpy(flat.view(entry.name)) for entry in flat.layout.entries}
+
+
+def _as_tensor(state: bytes) -> torch.Tensor:
+    # A checkpoint holds tensors and plain values only, so that reading one can never run code.
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _record_of(state: Mapping[str, torch.Tensor]) -> ArrayRecord:

@@ -1,7 +1,7 @@
 """The round loop, over any Flower strategy and any grid.
 
-The calls are those of Flower's ``Strategy.start`` and come in the same order; what is added is that the caller
-gets each round as it ends, with its timings and what was sent, and may begin at any round.
+The calls are those of Flower's ``Strategy.start`` and come in the same order; what is added is that the
+caller gets each round as it ends, with its timings and what was sent, and may begin at any round.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ClientUpdates:
         num_examples: Sequence[int],
         coverage: torch.Tensor | None = None,
     ) -> ClientUpdates:
-        """Make the matrix of models that share the reference's layout; without a copy if they are its rows."""
+        """Make the matrix of models in the reference's layout; without a copy if they are its rows already."""
         params, side = _as_rows(models)
         return cls(
             reference.layout,
@@ -85,7 +85,7 @@ class ClientUpdates:
 
     def finite_rows(self) -> NDArray[np.bool_]:
         """Return which clients (n,) sent finite numbers only."""
-        # A sum is finite only if its terms are; the few rows whose sum is not are looked at element by element.
+        # A finite sum has finite terms; only rows whose sum is not are looked at element by element.
         sums = self.params.sum(dim=1)
         finite = torch.isfinite(sums)
         for row in torch.nonzero(~finite).flatten().tolist():

@@ -1,4 +1,4 @@
-"""A strategy made of four parts: who takes part, which model each gets, how replies combine, over which tiers."""
+"""A strategy of four parts: who takes part, which model each gets, how replies combine, over which tiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("fedplat")
 class ClientReport:
     """What became of one client's reply in one round.
 
-    ``status`` is ``accepted``, ``refused`` (the reply was not valid) or ``failed`` (the client sent an error);
+    ``status`` is ``accepted``, ``refused`` (not a valid reply) or ``failed`` (the client sent an error);
     ``weight`` is its share in the new model, ``update_norm`` the L2 norm of its update.
     """
 
@@ -167,7 +167,7 @@ class FederatedStrategy(Strategy):
     def _checked(
         self, replies: Iterable[Message], reference: FlatArrays
     ) -> tuple[ClientUpdates, list[dict[str, float]]] | None:
-        """Return the valid replies as a matrix with their metrics; report the others. None if none is valid."""
+        """Return the valid replies as a matrix, and their metrics; report the others. None if none is."""
         pairs = [(self._nodes[m.metadata.src_node_id], m) for m in replies]
         pairs.sort(key=lambda pair: (pair[0].partition is None, pair[0].key))
         nodes: list[Node] = []
@@ -306,7 +306,7 @@ def _stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> tor
 
 
 def _middle_of_integers(sides: np.ndarray, reference: FlatArrays) -> np.ndarray:
-    """Combine integer arrays, such as BatchNorm's counters, by the lower median: some client's own integer."""
+    """Combine integer arrays, such as BatchNorm's counters, by the lower median, some client's own."""
     new = reference.side.copy()
     for entry in reference.layout.entries:
         if not entry.in_vector:

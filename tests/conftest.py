@@ -6,7 +6,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ def _flower_identity() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep decoded data of tests out of the user's cache, but share it between tests."""
     monkeypatch.setenv("FEDPLAT_CACHE", str(_cache(tmp_path_factory)))
-    yield
 
 
 def _cache(factory: pytest.TempPathFactory) -> Path:

@@ -55,7 +55,7 @@ def choose_attackers(
         left = [client for client in range(clients) if client not in taken]
         if count > len(left):
             raise UserError(f"attacks.{index}: {count} attackers wanted, {len(left)} clients are left")
-        drawn = generator(seed, "attackers", index).choice(left, size=count, replace=False) if count else []
+        drawn = generator(seed, "attackers", index).permutation(left)[:count]
         chosen.append(sorted(int(client) for client in drawn))
         taken.update(chosen[-1])
     return chosen

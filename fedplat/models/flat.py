@@ -60,7 +60,7 @@ class FlatModel:
         self.bind_grad()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the module's forward pass; images go through a CPU with channels last, which its kernels prefer."""
+        """Run the module's forward pass; on a CPU, images go in channels last, which is faster."""
         if x.ndim == 4 and self.device.type == "cpu":
             x = x.to(memory_format=torch.channels_last)
         output: Tensor = self.module(x)

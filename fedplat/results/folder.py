@@ -131,10 +131,8 @@ class RunFolder:
         if (path / "config.toml").exists():
             folder = cls.existing(path)
             if folder.config.digest() != config.digest():
-                raise UserError(
-                    f"{path} holds another run: {_first_difference(folder.config.to_dict(), config.to_dict())}. "
-                    f"Give another folder with --out"
-                )
+                difference = _first_difference(folder.config.to_dict(), config.to_dict())
+                raise UserError(f"{path} holds another run: {difference}. Give another folder with --out")
             started = any(folder.log(name).started for name in config.strategies)
             if started and not folder.finished and not resume:
                 raise UserError(

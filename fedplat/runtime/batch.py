@@ -1,4 +1,4 @@
-"""Messages pushed together, turned into tasks for workers: shared contents, shared memory, one row per reply."""
+"""Messages pushed together, as tasks for workers: shared contents, shared memory, one row per reply."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Batch:
         self.reply_blocks: dict[int, RowBlock] = {}
 
     def jobs(self, messages: list[Message]) -> list[Job]:
-        """Return one job per message; the batch keeps none, so its memory is free once the last reply is gone."""
+        """Return one job per message. The batch keeps none: its memory is free once the last reply is gone."""
         layouts: dict[int, Layout | None] = {}
         rows: dict[Layout | None, int] = {}
         row_of_message = []

@@ -1,4 +1,4 @@
-"""The local engine: a Flower ``Grid`` that runs a ``ClientApp`` in persistent worker processes, without Ray."""
+"""The local engine: a Flower ``Grid`` that runs a ``ClientApp`` in persistent processes, without Ray."""
 
 from __future__ import annotations
 
@@ -100,10 +100,14 @@ class LocalGrid(Grid):
         self._app = client_app
         self._run_config = dict(run_config or {})
         self._num_workers = min(available_cores() if workers is None else workers, num_nodes)
-        self._node_configs = {
-            _FIRST_NODE_ID + i: {"partition-id": i, "num-partitions": num_nodes, **(node_config(i) if node_config else {})}
+        self._node_configs: dict[int, dict[str, Any]] = {
+            _FIRST_NODE_ID + i: {
+                "partition-id": i,
+                "num-partitions": num_nodes,
+                **(node_config(i) if node_config else {}),
+            }
             for i in range(num_nodes)
-        }  # fmt: skip
+        }
         self._states: dict[int, bytes] = dict.fromkeys(self._node_configs, b"")
         self._pool = BufferPool()
         self._workers: list[_Worker] = []
@@ -148,7 +152,7 @@ class LocalGrid(Grid):
             if message.metadata.dst_node_id not in self._node_configs:
                 raise ValueError(f"there is no node {message.metadata.dst_node_id}")
         jobs = Batch(self._pool, self._ids.__next__, self._node_configs).jobs(pushed)
-        # Longest first, by the last time; whatever has never run keeps its place. Results do not depend on it.
+        # Longest first, going by the last time they ran; the results do not depend on it.
         self._queue.extend(sorted(jobs, key=lambda job: -self._seconds.get(_kind(job), 0.0)))
         if self._num_workers > 0:
             self.start_workers()
@@ -251,7 +255,7 @@ class LocalGrid(Grid):
                     self._replace(worker)
 
     def _may_queue_ahead(self, job: Job) -> bool:
-        """Whether a busy worker may get a job in advance: only short ones, or it would wait behind a long one."""
+        """Whether a busy worker may get a job in advance: only a short one, or it may wait behind a long one."""
         return (
             len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
             and self._seconds.get(_kind(job), _QUEUE_AHEAD_SECONDS) < _QUEUE_AHEAD_SECONDS
@@ -297,7 +301,7 @@ class LocalGrid(Grid):
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # The child takes no lock that another thread could hold: it runs clients and exits without cleanup.
+            # The child takes no lock that another thread could hold: it runs clients and exits at once.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
@@ -312,7 +316,7 @@ class LocalGrid(Grid):
             jobs[0].crashes += 1
             if jobs[0].crashes >= _MAX_CRASHES:
                 job = jobs.pop(0)
-                reason = f"the worker process died {job.crashes} times while running this client (exit code {code})"
+                reason = f"the worker process died {job.crashes} times running this client (exit code {code})"
                 self._done[job.message.metadata.message_id] = job.error_reply(
                     ErrorCode.CLIENT_APP_CRASHED, reason
                 )

@@ -33,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Content:
-    """The records of a message, each a ``Block`` of one row or a pickled record, and the block for reply arrays.
+    """The records of a message, each a ``Block`` of one row or pickled, and the block for reply arrays.
 
     It is sent once to each worker, however many messages carry it.
     """
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a task: records (arrays that lie in the task's row are None) or an error, and the new state."""
+    """What came of a task: records or an error, and the new state; a record in the task's row is None."""
 
     task: int
     records: tuple[tuple[str, bytes | None], ...] = ()
@@ -139,7 +139,7 @@ class ClientRunner:
                     records.append((name, None))
                     continue
                 except LayoutError:
-                    pass  # other arrays than were asked for travel by themselves; judging them is the strategy's task
+                    pass  # other arrays than were asked for travel by themselves: the strategy judges them
             records.append((name, pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)))
         return Outcome(task.id, tuple(records), None, state)
 

@@ -26,7 +26,7 @@ class ReplyRules:
     weighted_by_key: str = "num-examples"
 
     def arrays(self, message: Message, layout: Layout) -> FlatArrays:
-        """Return the reply's model in ``layout``; raises ReplyRefused unless it fits to the last dimension."""
+        """Return the reply's model in ``layout``; raises ReplyRefused unless it fits exactly."""
         records = array_records(message)
         if len(records) != 1:
             raise ReplyRefused(f"expected one record of arrays, found {len(records)}")
@@ -36,7 +36,7 @@ class ReplyRules:
             raise ReplyRefused(str(error)) from error
 
     def num_examples(self, message: Message) -> int:
-        """Return the claimed number of samples; raises ReplyRefused unless it is a believable whole number."""
+        """Return the claimed number of samples; raises ReplyRefused unless it is believable."""
         key = self.weighted_by_key
         records = [r for r in message.content.metric_records.values() if key in r]
         if len(records) != 1:

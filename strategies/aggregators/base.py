@@ -39,18 +39,18 @@ class Aggregator(ABC):
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Combine the updates of one round; the updates are left as they are."""
 
-    def check(self, clients: int) -> None:
-        """Raise InfeasibleError if the rule cannot work on that many clients; called before the first round."""
+    def check(self, clients: int) -> None:  # noqa: B027
+        """Raise InfeasibleError if the rule cannot work on so many clients; called before the first round."""
 
     def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
-        """Combine float buffers (n, b), such as BatchNorm's running statistics, with the shares found above."""
+        """Combine float buffers (n, b), such as BatchNorm's running statistics, by the shares just found."""
         return (aggregate.weights @ updates.params.double()).float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers from round to round, as tensors and plain values."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Put back what :meth:`state_dict` returned."""
 
 
