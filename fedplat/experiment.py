@@ -79,6 +79,7 @@ def run(
     strategies = {name: build_strategy(config, name, situation) for name in config.strategies}
     folder.describe(
         device=situation.task.device,
+        classes=list(situation.task.dataset.classes),
         data_note=situation.task.dataset.note,
         data_fingerprint=situation.task.dataset.fingerprint,
         samples_per_client=[len(part) for part in situation.task.parts],

@@ -44,7 +44,7 @@ class ClientUpdates:
         num_examples: Sequence[int],
         coverage: torch.Tensor | None = None,
     ) -> ClientUpdates:
-        """Make the matrix of models in the reference's layout; without a copy if they are its rows already."""
+        """Make the matrix of models in the reference's layout; without a copy if they are rows of one."""
         params, side = _as_rows(models)
         return cls(
             reference.layout,

@@ -18,7 +18,9 @@ MOVED = ("clients", "datasets", "experiments", "strategies")
 
 def link_tree() -> None:
     TREE.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in (ROOT / "fedplat").iterdir()} | {name: ROOT / name for name in MOVED}
+    wanted = {path.name: path for path in (ROOT / "fedplat").iterdir()} | {
+        name: ROOT / name for name in MOVED
+    }
     for link in TREE.iterdir():
         if link.name not in wanted or not link.exists():
             link.unlink()

@@ -1,0 +1,1 @@
+"""The run folder, tables, pictures and progress."""

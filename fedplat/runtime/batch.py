@@ -64,7 +64,7 @@ class Batch:
         self.reply_blocks: dict[int, RowBlock] = {}
 
     def jobs(self, messages: list[Message]) -> list[Job]:
-        """Return one job per message. The batch keeps none: its memory is free once the last reply is gone."""
+        """Return one job per message. The batch keeps none, so its memory is free with the last reply."""
         layouts: dict[int, Layout | None] = {}
         rows: dict[Layout | None, int] = {}
         row_of_message = []

@@ -255,7 +255,7 @@ class LocalGrid(Grid):
                     self._replace(worker)
 
     def _may_queue_ahead(self, job: Job) -> bool:
-        """Whether a busy worker may get a job in advance: only a short one, or it may wait behind a long one."""
+        """Whether a busy worker may get a job in advance: only a short one, which will not wait for long."""
         return (
             len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
             and self._seconds.get(_kind(job), _QUEUE_AHEAD_SECONDS) < _QUEUE_AHEAD_SECONDS

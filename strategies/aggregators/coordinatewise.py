@@ -83,15 +83,23 @@ def _mean_of_middle(matrix: torch.Tensor, trim: int) -> Aggregate:
     n, d = matrix.shape
     out = torch.empty(d, dtype=torch.float32)
     for start, stop in column_chunks(n, d):
-        ordered = matrix[:, start:stop].t().contiguous().sort(dim=1).values
-        out[start:stop] = ordered[:, trim : n - trim].double().mean(dim=1)
+        middle = _sorted_columns(matrix[:, start:stop])[:, trim : n - trim]
+        out[start:stop] = middle.double().mean(dim=1)
     return Aggregate(out, _shares(matrix, trim), torch.ones(n, dtype=torch.bool))
 
 
+def _sorted_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the values of each column (d, n), sorted; sorting runs along contiguous memory."""
+    return matrix.t().contiguous().sort(dim=1).values
+
+
 def _shares(matrix: torch.Tensor, trim: int) -> torch.Tensor:
-    """Estimate each client's share: how often its value is in the middle, over evenly spaced coordinates."""
+    """Estimate each client's share: how often its value is among the middle ones, equal values alike.
+
+    Looks at up to 4,096 evenly spaced coordinates, which costs little and gives about two decimals.
+    """
     n, d = matrix.shape
-    step = max(1, -(-d // _SHARE_SAMPLE))
-    order = matrix[:, ::step].argsort(dim=0)[trim : n - trim]
-    counts = torch.bincount(order.flatten(), minlength=n).double()
-    return counts / counts.sum() if counts.sum() > 0 else torch.full((n,), 1 / n, dtype=torch.float64)
+    sample = matrix[:, :: max(1, -(-d // _SHARE_SAMPLE))]
+    ordered = _sorted_columns(sample)
+    inside = ((sample >= ordered[:, trim]) & (sample <= ordered[:, n - trim - 1])).double()
+    return (inside / inside.sum(dim=0)).mean(dim=1)

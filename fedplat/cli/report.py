@@ -1,0 +1,63 @@
+"""``fedplat report``: tables and pictures of a run, made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import console
+
+if TYPE_CHECKING:
+    from ..results.folder import RunFolder
+
+_MOST_LINES = 12
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+) -> None:
+    """Rebuild the tables and the picture of a run, also of one that is not finished.
+
+    DIR is the run's folder.
+    """
+    from ..results.folder import RunFolder
+    from ..results.report import write_report
+
+    run = RunFolder.existing(folder)
+    print_results(run, write_report(run))
+
+
+def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return who was left out and why, a line per client and reason, the strategies joined."""
+    reasons: dict[tuple[int, str], str] = {}
+    for strategy, clients in left_out.items():
+        for client in clients:
+            for item in client["reasons"]:
+                key = client["client"], item["reason"]
+                told = f"{strategy} {item['rounds']}x"
+                reasons[key] = f"{reasons[key]}, {told}" if key in reasons else told
+    lines = [f"left out: client {who}, {reason} ({told})" for (who, reason), told in sorted(reasons.items())]
+    hidden = len(lines) - _MOST_LINES
+    return lines if hidden <= 0 else [*lines[:_MOST_LINES], f"left out: {hidden} more, see the report"]
+
+
+def print_results(run: RunFolder, summary: dict[str, Any], quiet: bool = False) -> None:
+    """Print the comparison of a run and where its files are; if ``quiet``, only the latter."""
+    from ..results.report import picture_of
+    from ..results.tables import rich_table
+
+    if quiet:
+        typer.echo(run.path / "report.md")
+        typer.echo(picture_of(run))
+        return
+    out = console()
+    if not summary["finished"]:
+        out.print("This run is not finished; the figures are those of the rounds done so far.", style="bold")
+    out.print(rich_table(summary))
+    for line in left_out_lines(summary["left_out"]):
+        out.print(line, soft_wrap=True)
+    out.print(f"report:  {run.path / 'report.md'}", soft_wrap=True)
+    out.print(f"picture: {picture_of(run)}", soft_wrap=True)

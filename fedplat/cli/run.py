@@ -1,0 +1,156 @@
+"""``fedplat run``: one situation, one or more strategies, a table and a picture."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import unknown_name
+from .common import INTERRUPTED, TERMINATED, Overrides, Scenario, Seed, console, load_config
+from .report import print_results
+
+if TYPE_CHECKING:
+    from ..config import ExperimentConfig
+
+DEVICES = ("auto", "cpu", "cuda")
+ENGINES = ("local",)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which stops a run in the same way as Ctrl-C."""
+
+
+def run(
+    scenario: Scenario,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            metavar="A,B,C",
+            help="Strategies to compare, instead of the scenario's.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The run folder.", show_default="runs/<scenario>-<config hash>"
+        ),
+    ] = None,
+    seed: Seed = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="Worker processes; the results do not depend on it.",
+            show_default="one per core",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="|".join(DEVICES), help="Where to compute.")
+    ] = "auto",
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="|".join(ENGINES), help="What runs the clients.")
+    ] = "local",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but where the results are.")] = False,
+) -> None:
+    """Run a scenario with one or more strategies and compare them.
+
+    SCENARIO is a name that "fedplat list scenarios" shows, or a TOML file.
+    """
+    for option, value, allowed in (("--device", device, DEVICES), ("--engine", engine, ENGINES)):
+        if value not in allowed:
+            raise unknown_name(option, value, allowed)
+    config = load_config(scenario, overrides, seed, strategy or ())
+
+    from .. import experiment
+    from ..results.folder import RunFolder, default_path
+    from ..results.progress import display
+    from ..results.report import write_report
+
+    experiment.resolve_device(device)  # before a folder is made for a run that cannot start
+    path = out or default_path(config)
+    folder = RunFolder.open(path, config, resume)
+    if folder.finished:
+        if not quiet:
+            typer.echo(f"{path} already holds this run; it is not run again (--out DIR makes another copy).")
+        print_results(folder, write_report(folder), quiet)
+        return
+    terminal = console()
+    if not quiet:
+        terminal.print(_headline(config, path), soft_wrap=True)
+    try:
+        known = {name: folder.rounds(name) for name in config.strategies}
+        with sigterm_as_interrupt(), display(config.rounds, known, terminal, quiet) as observer:
+            experiment.run(config, folder, workers=workers, device=device, observer=observer)
+    except KeyboardInterrupt as stop:
+        command = resume_command(scenario, strategy, overrides, path, seed, workers, device, engine, quiet)
+        print(f"stopped; every full round is saved in {path}. To go on:\n  {command}", file=sys.stderr)
+        raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
+    finished = RunFolder.existing(path)
+    print_results(finished, write_report(finished), quiet)
+
+
+def resume_command(
+    scenario: str,
+    strategy: list[str] | None,
+    overrides: list[str] | None,
+    path: Path,
+    seed: int | None,
+    workers: int | None,
+    device: str,
+    engine: str,
+    quiet: bool,
+) -> str:
+    """Return the command line that goes on with a stopped run, quoted for a shell.
+
+    >>> resume_command("quickstart", ["mean"], ["model.hidden=[8]"], Path("a"), 3, 2, "auto", "local", False)
+    "fedplat run quickstart --strategy mean --set 'model.hidden=[8]' --seed 3 --workers 2 --out a --resume"
+    """
+    words = ["fedplat", "run", scenario]
+    words += [word for value in strategy or () for word in ("--strategy", value)]
+    words += [word for value in overrides or () for word in ("--set", value)]
+    words += [] if seed is None else ["--seed", str(seed)]
+    words += [] if workers is None else ["--workers", str(workers)]
+    words += [] if device == "auto" else ["--device", device]
+    words += [] if engine == "local" else ["--engine", engine]
+    words += ["--quiet"] if quiet else []
+    return shlex.join([*words, "--out", str(path), "--resume"])
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated` inside the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _headline(config: ExperimentConfig, path: Path) -> str:
+    attacks = ", ".join(attack.name for attack in config.attacks) or "no attack"
+    clients = f"{config.partition.clients or 'all'} clients ({config.partition.name})"
+    return (
+        f"{config.name}: {config.data.name}, {clients}, {config.model.name}, {attacks}, "
+        f"{config.rounds} rounds, seed {config.seed}\nrun folder: {path}"
+    )

@@ -1,0 +1,79 @@
+"""``fedplat show``: what is behind a name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import UserError, nearest
+from ..registry import KINDS, SINGULAR, Entry, entries
+from ..scenarios import read_scenario, scenario_names
+from .common import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_IN_A_SCENARIO = {
+    "strategies": '[strategy.{name}], and "{name}" among strategies = [...]',
+    "selectors": '[selection], name = "{name}"',
+    "attacks": '[[attacks]], name = "{name}"',
+    "models": '[model], name = "{name}"',
+    "datasets": '[data], name = "{name}"',
+    "partitions": '[partition], name = "{name}"',
+}
+
+
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+) -> None:
+    """Show a scenario with all its defaults, or a part with its source and settings.
+
+    NAME is one that "fedplat list" shows, or a scenario's TOML file.
+    """
+    screen = console()
+    is_scenario = name in scenario_names() or name.endswith(".toml")
+    found = [entries(kind)[name] for kind in KINDS if name in entries(kind)]
+    if not is_scenario and not found:
+        known = [*scenario_names(), *(other for kind in KINDS for other in entries(kind))]
+        close = nearest(name, known)
+        hint = f"did you mean '{close}'? " if close else ""
+        raise UserError(f"nothing is called '{name}': {hint}All names: fedplat list")
+    if is_scenario:
+        _show_scenario(screen, name)
+    for number, entry in enumerate(found):
+        if number or is_scenario:
+            screen.print()
+        _show_entry(screen, entry)
+
+
+def _show_scenario(screen: Console, name: str) -> None:
+    import tomli_w
+
+    from ..config import load
+
+    raw, where = read_scenario(name)
+    values = load(raw, where).to_dict()
+    description = values.pop("description")
+    screen.print(f"scenario {values['name']}", style="bold")
+    if description:
+        screen.print(description)
+    screen.print("\nWith all defaults:\n")
+    screen.print(tomli_w.dumps(values), end="", soft_wrap=True)
+
+
+def _show_entry(screen: Console, entry: Entry) -> None:
+    from .setting_table import all_settings, setting_table
+
+    target = entry.load()
+    screen.print(f"{SINGULAR[entry.kind]} {entry.name}", style="bold")
+    screen.print(entry.summary)
+    screen.print(f"source: {entry.source or '–'}")
+    screen.print(f"code:   {entry.target}", soft_wrap=True)
+    screen.print(f"in a scenario: {_IN_A_SCENARIO[entry.kind].format(name=entry.name)}")
+    if documentation := inspect.getdoc(target):
+        screen.print(f"\n{documentation}")
+    rows = all_settings(entry.kind, target)
+    screen.print()
+    screen.print(setting_table(rows) if rows else "It has no settings.")

@@ -1,0 +1,172 @@
+"""Everything a run folder shows its reader, made again at any time from the records in it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..registry import SINGULAR, entries
+from . import tables
+from .folder import RunFolder, write_atomically
+from .summary import write_summary
+
+_MOST_ROWS = 100
+_MOST_REASONS = 3
+_SAID_ELSEWHERE = ("samples_per_client", "attackers", "classes", "parameters", "data_note")
+
+
+def write_report(folder: RunFolder) -> dict[str, Any]:
+    """Write summary.json, report.md, table.csv, table.tex and accuracy.png; return the summary."""
+    from .figures import draw_curves
+
+    summary = write_summary(folder)
+    runs = {name: folder.rounds(name) for name in folder.config.strategies}
+    draw_curves(runs, folder.path / "accuracy.png", _title(summary), folder.config.rounds)
+    for name, text in (
+        ("table.csv", tables.csv_text(summary)),
+        ("table.tex", tables.latex(summary)),
+        ("report.md", report_text(folder, summary)),
+    ):
+        write_atomically(folder.path / name, text.encode())
+    return summary
+
+
+def report_text(folder: RunFolder, summary: Mapping[str, Any]) -> str:
+    """Return ``report.md``."""
+    config, environment = folder.config.to_dict(), folder.environment
+    parts = [f"# {summary['scenario']}"]
+    if not summary["finished"]:
+        parts.append("**This run is not finished:** the figures are those of the rounds done so far.")
+    parts += [summary["description"]] if summary["description"] else []
+    parts += [tables.markdown(summary), tables.EXPLANATION]
+    parts.append("![Accuracy and loss over the rounds](accuracy.png)")
+    parts.append(
+        "The table is also in `table.csv` (unrounded) and `table.tex`; `summary.json` has more figures."
+    )
+    parts += ["## The situation", _bullets(situation(config, environment))]
+    if note := environment.get("data_note"):
+        parts.append(f"Note on the data: {note}")
+    parts += ["## Replies left out", left_out_text(summary)]
+    parts += ["## Run it again", _again(folder)]
+    facts = {key: value for key, value in environment.items() if key not in _SAID_ELSEWHERE}
+    parts += ["## Environment", _bullets({key: _value(value) for key, value in facts.items()})]
+    return "\n\n".join(parts) + "\n"
+
+
+def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
+    """Say in words what every strategy of a run faced, from the resolved configuration."""
+    partition = dict(config["partition"])
+    samples = environment.get("samples_per_client") or []
+    # The natural partition may be asked for all clients there are, by the number 0.
+    clients = len(samples) or partition["clients"]
+    partition.pop("clients")
+    said = {
+        "Data": _part("datasets", config["data"], skip=("root", "download")),
+        "Clients": f"{clients}{_sizes(samples)}",
+        "Partition": _part("partitions", partition),
+        "Model": _part("models", config["model"]) + _parameters(environment),
+        "Local training": _settings(config["training"]),
+        "Who takes part": _part("selectors", config["selection"]),
+    }
+    for index, attack in enumerate(config.get("attacks") or [], start=1):
+        label = "Attack" if len(config["attacks"]) == 1 else f"Attack {index}"
+        share = attack.get("fraction")
+        who = (
+            f"{100 * share:g} % of the clients"
+            if share is not None
+            else f"clients {_value(attack['clients'])}"
+        )
+        said[label] = f"{who}: {_part('attacks', attack, skip=('fraction', 'clients'))}"
+    if attackers := environment.get("attackers"):
+        said["Attackers"] = f"{len(attackers)} of {clients} clients: {_value(attackers)}"
+    elif not config.get("attacks"):
+        said["Attackers"] = "none"
+    for name in config["strategies"]:
+        chosen = (config.get("strategy") or {}).get(name) or {}
+        said[f"Strategy {name}"] = _part("strategies", {"name": name, **chosen}).removeprefix(f"{name}, ")
+    every = config["evaluation"]["every"]
+    often = "every round" if every == 1 else f"every {every} rounds and the last"
+    said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
+    return said
+
+
+def left_out_text(summary: Mapping[str, Any]) -> str:
+    """Return the table of the clients whose replies were refused or failed, and why, equal rows joined."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for strategy, clients in summary["left_out"].items():
+        for client in clients:
+            reasons = [f"{item['reason']} ({item['rounds']}x)" for item in client["reasons"][:_MOST_REASONS]]
+            more = len(client["reasons"]) - _MOST_REASONS
+            reasons += [f"and {more} other reasons, see summary.json"] if more > 0 else []
+            span = f"{client['first_round']} to {client['last_round']}"
+            key = (strategy, "; ".join(reasons), str(client["refused"]), str(client["failed"]), span)
+            name = f"{client['client']} (attacker)" if client["attacker"] else str(client["client"])
+            groups.setdefault(key, []).append(name)
+    if not groups:
+        return "None: every reply of every client was accepted."
+    rows = [[strategy, ", ".join(names), *rest] for (strategy, *rest), names in groups.items()]
+    heads = ["strategy", "client", "reason", "rounds refused", "rounds failed", "from round to round"]
+    table = tables.markdown_table(heads, rows[:_MOST_ROWS], text_columns=3)
+    hidden = len(rows) - _MOST_ROWS
+    return table if hidden <= 0 else f"{table}\n\n{hidden} more rows are in summary.json."
+
+
+def picture_of(folder: RunFolder) -> Path:
+    """Return where the picture is."""
+    return folder.path / "accuracy.png"
+
+
+def _title(summary: Mapping[str, Any]) -> str:
+    title = f"{summary['scenario']}, seed {summary['seed']}"
+    return title if summary["finished"] else f"{title} (not finished)"
+
+
+def _again(folder: RunFolder) -> str:
+    path = folder.path.as_posix()
+    command = shlex.join(["fedplat", "run", f"{path}/config.toml", "--out", f"{path}-again"])
+    return (
+        f"```\n{command}\n```\n\n"
+        "`config.toml` holds every value, also the defaults. The same versions on the same kind of device "
+        "give the same figures, apart from the times."
+    )
+
+
+def _part(kind: str, table: Mapping[str, Any], skip: tuple[str, ...] = ()) -> str:
+    """Return a named part as ``name, what it is (source; setting = value, ...)``."""
+    name = table["name"]
+    entry = entries(kind).get(name)
+    text = f"{name}, {entry.summary}" if entry else f"{name} ({SINGULAR[kind]} given by import path)"
+    settings = _settings({key: value for key, value in table.items() if key not in ("name", *skip)})
+    inner = "; ".join(filter(None, [entry.source if entry else "", settings]))
+    return f"{text} ({inner})" if inner else text
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {_value(value)}" for key, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    if isinstance(value, Mapping):
+        return _settings(value)
+    return tables.NOTHING if value is None else str(value)
+
+
+def _sizes(samples: list[int]) -> str:
+    if not samples:
+        return ""
+    return f", with {min(samples):,} to {max(samples):,} training samples each, {sum(samples):,} in all"
+
+
+def _parameters(environment: Mapping[str, Any]) -> str:
+    count = environment.get("parameters")
+    return f", {count:,} parameters" if isinstance(count, int) else ""
+
+
+def _bullets(facts: Mapping[str, str]) -> str:
+    return "\n".join(f"- {key}: {value}" for key, value in facts.items())

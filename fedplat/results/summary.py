@@ -1,0 +1,153 @@
+"""What a run came to: the figures that the tables and the report are made of, from the records on disk."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .folder import RunFolder, write_json
+
+Record = dict[str, Any]
+
+_LAST = 5
+_REASON_LENGTH = 160
+_VERSIONS = ("fedplat", "commit", "python", "flwr", "torch", "torchvision", "numpy", "scikit-learn")
+
+
+def write_summary(folder: RunFolder) -> Record:
+    """Write ``summary.json`` into a run folder and return what it says."""
+    summary = summarise(folder)
+    write_json(folder.path / "summary.json", summary)
+    return summary
+
+
+def summarise(folder: RunFolder) -> Record:
+    """Return the summary of a run, finished or not, as plain values.
+
+    Accuracies and weights are shares between 0 and 1, seconds are wall time, bytes are those of the arrays
+    sent. A figure that is not known, or not finite because a strategy diverged, is None.
+    """
+    config = folder.config
+    strategies = {}
+    left_out = {}
+    for name in config.strategies:
+        strategies[name] = strategy_summary(folder.rounds(name)) | {"finished": folder.log(name).finished}
+        left_out[name] = replies_left_out(folder.clients(name))
+    return {
+        "scenario": config.name,
+        "description": config.description,
+        "digest": config.digest(),
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "finished": all(row["finished"] for row in strategies.values()),
+        "versions": {key: folder.environment[key] for key in _VERSIONS if folder.environment.get(key)},
+        "strategies": strategies,
+        "left_out": left_out,
+    }
+
+
+def strategy_summary(records: Sequence[Record]) -> Record:
+    """Return the figures of one strategy from its ``rounds.jsonl``.
+
+    ``accuracy``, ``loss`` and ``worst_class`` are those of the last evaluation. ``best_over_rounds`` is
+    chosen by looking at the test set, so it is no estimate of what the strategy reaches. ``attackers_weight``
+    is the mean over the rounds of the share of the new model that came from attackers.
+    """
+    trained = [record for record in records if record["round"] > 0]
+    evaluated = [record for record in records if record.get("accuracy") is not None]
+    last: Record = evaluated[-1] if evaluated else {}
+    seconds: Counter[str] = Counter()
+    for record in records:
+        seconds.update(
+            {phase: value for phase, value in record["seconds"].items() if finite(value) is not None}
+        )
+    late = [record["accuracy"] for record in evaluated if record["round"] > 0][-_LAST:]
+    best = max(evaluated, key=lambda record: finite(record["accuracy"]) or 0.0, default={})
+    return {
+        "rounds": records[-1]["round"] if records else 0,
+        "evaluated_after_round": last.get("round"),
+        "accuracy": finite(last.get("accuracy")),
+        "accuracy_mean_of_last": mean(late),
+        "mean_is_over": len(late),
+        "best_over_rounds": {"accuracy": finite(best.get("accuracy")), "round": best.get("round")},
+        "loss": finite(last.get("loss")),
+        "diverged": any(finite(record.get("loss")) is None for record in evaluated),
+        "worst_class": _worst_class(last.get("per_class_accuracy")),
+        "attackers_weight": mean(
+            record["attack"].get("weight") for record in trained if record.get("attack")
+        ),
+        "refused": sum(record["refused"] for record in trained),
+        "failed": sum(record["failed"] for record in trained),
+        "seconds": {
+            "total": sum(seconds.values()),
+            "per_round": {
+                "all": _per(sum(sum(record["seconds"].values()) for record in trained), len(trained)),
+                "train": _per(seconds["train"], len(trained)),
+                "aggregate": _per(seconds["aggregate"], len(trained)),
+                "evaluate": _per(seconds["evaluate"] + seconds["evaluate-clients"], len(evaluated)),
+            },
+        },
+        "bytes_down": sum(record["bytes_down"] for record in trained),
+        "bytes_up": sum(record["bytes_up"] for record in trained),
+    }
+
+
+def replies_left_out(rows: Iterable[Record]) -> list[Record]:
+    """Return who had replies refused or failed, in how many rounds and why, by client."""
+    found: dict[int, Record] = {}
+    for row in rows:
+        if row["status"] not in ("refused", "failed"):
+            continue
+        client = found.setdefault(
+            row["client"],
+            {"client": row["client"], "attacker": bool(row.get("malicious")), "refused": 0, "failed": 0}
+            | {"first_round": row["round"], "reasons": Counter()},
+        )
+        client[row["status"]] += 1
+        client["last_round"] = row["round"]
+        client["reasons"][short_reason(row.get("reason") or row["status"])] += 1
+    for client in found.values():
+        client["reasons"] = [
+            {"reason": reason, "rounds": count} for reason, count in client["reasons"].most_common()
+        ]
+    return [found[number] for number in sorted(found)]
+
+
+def short_reason(reason: str) -> str:
+    """Return the first line of a reason, cut to a length that fits a table.
+
+    >>> short_reason("ValueError: no data\\nTraceback (most recent call last): ...")
+    'ValueError: no data'
+    """
+    lines = reason.strip().splitlines() or [""]
+    line = lines[0].strip()
+    return line if len(line) <= _REASON_LENGTH else line[: _REASON_LENGTH - 1].rstrip() + "…"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the numbers that are known and finite, None if there are none."""
+    known = [value for value in map(finite, values) if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def finite(value: Any) -> float | None:
+    """Return a number that is one, None for anything else.
+
+    >>> finite(0.5), finite(float("nan")), finite(None)
+    (0.5, None, None)
+    """
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _per(total: float, count: int) -> float | None:
+    return total / count if count else None
+
+
+def _worst_class(recalls: Sequence[float | None] | None) -> Record | None:
+    known = [(value, label) for label, value in enumerate(recalls or ()) if finite(value) is not None]
+    if not known:
+        return None
+    value, label = min(known)
+    return {"class": label, "accuracy": value}

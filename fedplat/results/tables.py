@@ -1,0 +1,183 @@
+"""The comparison of strategies as a table: for the terminal, Markdown, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+NOTHING = "–"
+
+_LONG = 1e5
+_HEADING_WIDTH = 8
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a strategy: its CSV name, its heading, where it is found and how it is written."""
+
+    key: str
+    heading: str
+    value: Callable[[Row], float | None]
+    scale: float = 1.0
+    digits: int = 2
+    in_terminal: bool = True
+
+    def text(self, row: Row) -> str:
+        """Return the figure as it is shown."""
+        value = self.value(row)
+        if value is None:
+            return NOTHING
+        value *= self.scale
+        # A diverging loss may have a dozen digits.
+        return f"{value:,.{self.digits}f}" if abs(value) < _LONG else f"{value:.2e}"
+
+
+def _best(row: Row) -> float | None:
+    best: float | None = row["best_over_rounds"]["accuracy"]
+    return best
+
+
+def _worst(row: Row) -> float | None:
+    return row["worst_class"]["accuracy"] if row["worst_class"] else None
+
+
+def _megabytes(row: Row) -> float | None:
+    return (row["bytes_down"] + row["bytes_up"]) / row["rounds"] if row["rounds"] else None
+
+
+COLUMNS = (
+    Column("accuracy", "accuracy %", lambda row: row["accuracy"], 100),
+    Column("accuracy_mean_of_last", "mean of last 5 %", lambda row: row["accuracy_mean_of_last"], 100),
+    Column("worst_class_accuracy", "worst class %", _worst, 100),
+    Column("loss", "loss", lambda row: row["loss"], digits=3),
+    Column("attackers_weight", "attackers' weight %", lambda row: row["attackers_weight"], 100, digits=1),
+    Column("replies_left_out", "replies left out", lambda row: row["refused"] + row["failed"], digits=0),
+    Column("seconds_per_round", "s per round", lambda row: row["seconds"]["per_round"]["all"]),
+    Column("bytes_per_round", "MB per round", _megabytes, 1e-6, in_terminal=False),
+    Column("best_accuracy_over_rounds", "(best over rounds %)", _best, 100, in_terminal=False),
+)
+
+EXPLANATION = (
+    "Accuracy, worst class and loss are those of the model after the last round, on the test set; "
+    "the mean is over the last 5 evaluations, without the initial model. "
+    "Attackers' weight is the share of each new model that came from attackers, averaged over the rounds. "
+    "The best accuracy over the rounds is picked by looking at the test set: it is given for orientation "
+    "and says nothing about what a strategy reaches."
+)
+
+
+def shown_columns(summary: Row) -> list[Column]:
+    """Return the columns that hold a figure for at least one strategy."""
+    rows = summary["strategies"].values()
+    return [column for column in COLUMNS if any(column.value(row) is not None for row in rows)]
+
+
+def row_names(summary: Row) -> list[str]:
+    """Return the strategies' names, with what is special about their runs.
+
+    >>> rounds = {"rounds": 3, "finished": False, "diverged": False}
+    >>> row_names({"rounds": 30, "strategies": {"mean": rounds}})
+    ['mean (round 3 of 30)']
+    """
+    names = []
+    for name, row in summary["strategies"].items():
+        remarks = [] if row["finished"] else [f"round {row['rounds']} of {summary['rounds']}"]
+        remarks += ["diverged"] if row["diverged"] else []
+        names.append(f"{name} ({', '.join(remarks)})" if remarks else name)
+    return names
+
+
+def cells(summary: Row) -> list[list[str]]:
+    """Return the shown cells as text, the strategy's name first."""
+    columns = shown_columns(summary)
+    rows = summary["strategies"].values()
+    return [
+        [name, *(column.text(row) for column in columns)]
+        for name, row in zip(row_names(summary), rows, strict=True)
+    ]
+
+
+def headings(summary: Row) -> list[str]:
+    """Return the headings that belong to :func:`cells`."""
+    return ["strategy", *(column.heading for column in shown_columns(summary))]
+
+
+def rich_table(summary: Row) -> RichTable:
+    """Return the comparison for a terminal of 80 columns; the report has all columns."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = [column for column in shown_columns(summary) if column.in_terminal]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold", vertical="bottom")
+    for index, column in enumerate(columns):
+        heading = Text("\n".join(textwrap.wrap(column.heading, _HEADING_WIDTH, break_long_words=False)))
+        table.add_column(heading, justify="right", no_wrap=True, style="" if index else "bold")
+    for name, row in zip(row_names(summary), summary["strategies"].values(), strict=True):
+        table.add_row(Text(name.replace(" (", "\n(")), *(Text(column.text(row)) for column in columns))
+    return table
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Return a Markdown table; the first ``text_columns`` are set left, the others right.
+
+    >>> print(markdown_table(["name", "n"], [["a|b", "1"]]))
+    | name | n |
+    | :-- | --: |
+    | a\\|b | 1 |
+    """
+    rules = [":--" if index < text_columns else "--:" for index in range(len(heads))]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, rules, *escaped])
+
+
+def markdown(summary: Row) -> str:
+    """Return the comparison as a Markdown table."""
+    return markdown_table(headings(summary), cells(summary))
+
+
+def csv_text(summary: Row) -> str:
+    """Return the comparison as CSV: all columns, unrounded, shares between 0 and 1, bytes and seconds."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["strategy", "rounds", "finished", "diverged", *(column.key for column in COLUMNS)])
+    for name, row in summary["strategies"].items():
+        state = [name, row["rounds"], str(row["finished"]).lower(), str(row["diverged"]).lower()]
+        writer.writerow([*state, *("" if (v := c.value(row)) is None else v for c in COLUMNS)])
+    return file.getvalue()
+
+
+def latex(summary: Row) -> str:
+    r"""Return the comparison as a LaTeX ``tabular`` that needs the package booktabs."""
+    heads = headings(summary)
+    lines = [
+        f"% {summary['scenario']}, seed {summary['seed']}, configuration {summary['digest']}; needs booktabs",
+        rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+        r"\toprule",
+        " & ".join(map(_escape, heads)) + r" \\",
+        r"\midrule",
+        *(" & ".join(map(_escape, row)) + r" \\" for row in cells(summary)),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", NOTHING: "--",
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)

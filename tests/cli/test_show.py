@@ -1,0 +1,76 @@
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from fedplat.cli import main
+from fedplat.cli.setting_table import describe
+from fedplat.config import load
+from fedplat.registry import KINDS, entries
+from fedplat.scenarios import read_scenario, scenario_names
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_a_shown_scenario_is_a_whole_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name]) == 0
+    shown = tomllib.loads(capsys.readouterr().out.split("With all defaults:\n")[1])
+    assert load(shown, "shown").digest() == load(*read_scenario(name)).digest()
+    assert shown["training"]["weight_decay"] == 0.0
+
+
+def test_a_scenario_file_of_ones_own_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'rounds = 2\ndata.name = "digits"\nmodel.name = "mlp"\npartition = {name = "iid", clients = 2}\n'
+    )
+    assert main(["show", str(path)]) == 0
+    assert "scenario mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_can_be_shown_with_its_source(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, entry in entries(kind).items():
+        assert main(["show", name]) == 0
+        output = capsys.readouterr().out
+        assert entry.summary in output
+        assert entry.source in output
+
+
+def test_settings_come_with_type_range_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "trimmed-mean"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("beta"))
+    assert row.split("  ")[0].strip() == "beta"
+    for part in ("number", ">= 0, < 0.5", "0.2"):
+        assert part in row
+
+
+def test_settings_that_every_part_of_a_kind_has_are_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "iid"])
+    output = capsys.readouterr().out
+    assert "clients" in output
+    assert "must be given" in output
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kind", "allowed"),
+    [
+        (int, "integer", ""),
+        (Annotated[int, Field(ge=1, le=9)] | None, "integer or nothing", ">= 1, <= 9"),
+        (tuple[Annotated[int, Field(ge=1)], ...], "list of integer", "each >= 1"),
+        (Annotated[list[float], Field(min_length=2)], "list of number", "at least 2 long"),
+        (Literal["a", 1], "choice", '"a", 1'),
+        (bool, "true/false", ""),
+        (Path | None, "path or nothing", ""),
+        (dict[str, float], "table", ""),
+        (int | str, "integer or text", ""),
+    ],
+)
+def test_annotations_are_told_in_words(annotation: object, kind: str, allowed: str) -> None:
+    description = describe(annotation)
+    assert (description.type, description.allowed) == (kind, allowed)
+
+
+def test_the_meaning_of_a_setting_is_its_description() -> None:
+    assert describe(Annotated[int, Field(ge=1, description="samples per step")]).meaning == "samples per step"
