@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -196,8 +196,7 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation) ->
     target = registry.find("strategies", name).load()
     settings = config.strategy_settings(name)
     if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
-        foreign: Strategy = target(**settings)
-        return foreign
+        return cast(Strategy, target(**settings))
     strategy: FederatedStrategy = target(
         **settings,
         selector=config.selection.build(),

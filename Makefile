@@ -1,0 +1,15 @@
+PYTHON ?= python3
+
+demo:
+	$(PYTHON) -m venv .venv && .venv/bin/pip install -e . && .venv/bin/fedplat run quickstart
+
+test:
+	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest
+
+slow:
+	.venv/bin/python -m pytest -m slow
+
+check:
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/python -m tests.typecheck
+
+.PHONY: demo test slow check
