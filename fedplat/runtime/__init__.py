@@ -1,1 +1,5 @@
 """Engines that run clients."""
+
+from .local import LocalGrid
+
+__all__ = ["LocalGrid"]
