@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-from .compat import SType
+from .compat import SType, array_record
 
 Float32Array = NDArray[np.float32]
 
@@ -40,6 +40,11 @@ class Entry:
     start: int
     stop: int
     in_vector: bool
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The type of the array."""
+        return np.dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -180,10 +185,7 @@ class FlatArrays:
 
     def to_record(self) -> ArrayRecord:
         """Return a Flower record whose arrays are views of this memory, serialised only when asked to be."""
-        record = ArrayRecord()
-        for entry in self.layout.entries:
-            record[entry.name] = ViewArray(self, entry)
-        return record
+        return array_record({entry.name: ViewArray(self, entry) for entry in self.layout.entries})
 
     @classmethod
     def of_record(cls, record: ArrayRecord, layout: Layout | None = None) -> FlatArrays:
@@ -192,6 +194,14 @@ class FlatArrays:
         if source is not None and (layout is None or source.layout == layout):
             return source
         return (layout or Layout.of_record(record)).new().fill(record)
+
+    @classmethod
+    def copy_of(cls, named: Mapping[str, NDArray[Any]]) -> FlatArrays:
+        """Return a copy of named arrays in the layout that they have."""
+        flat = _layout_of(tuple((name, a.shape, a.dtype.str) for name, a in named.items())).new()
+        for entry in flat.layout.entries:
+            flat._view(entry)[...] = named[entry.name]
+        return flat
 
     @staticmethod
     def behind(record: ArrayRecord) -> FlatArrays | None:
@@ -206,19 +216,28 @@ class FlatArrays:
         return source
 
 
+@lru_cache(maxsize=256)
+def _layout_of(key: tuple[tuple[str, tuple[int, ...], str], ...]) -> Layout:
+    named = {name: (shape, np.dtype(dtype)) for name, shape, dtype in key}
+    if wrong := [name for name, (_, dtype) in named.items() if dtype.kind not in "fiubc"]:
+        raise ValueError(f"arrays {wrong} do not hold plain numbers")
+    return Layout.of({name: (shape, dtype.name) for name, (shape, dtype) in named.items()})
+
+
 class ViewArray(Array):
     """A Flower ``Array`` over memory here; its ``.npy`` bytes are made only when ``data`` is read."""
+
+    source: FlatArrays
+    entry: Entry
 
     # Flower writes the class name into the wire format, where this is an ordinary Array.
     __qualname__ = "Array"
 
     def __init__(self, source: FlatArrays, entry: Entry) -> None:
-        # pylint: disable=super-init-not-called
-        self.source = source
-        self.entry = entry
-        self.dtype = entry.dtype
-        self.shape = entry.shape
-        self.stype = SType.NUMPY
+        # Past Flower's __setattr__, which keeps books for serialised arrays and would take most of the time.
+        self.__dict__.update(
+            source=source, entry=entry, dtype=entry.dtype, shape=entry.shape, stype=SType.NUMPY
+        )
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
@@ -237,6 +256,14 @@ class ViewArray(Array):
         """Return a fresh copy, as Flower's own ``Array`` does."""
         return self.source._view(self.entry).copy()
 
+    # The memory may change, so neither an object id nor its chunks may be remembered.
+    is_dirty = property(lambda self: True, lambda self, value: None)
+
+    def slice_array(self) -> list[tuple[str, Any]]:
+        """Cut the serialised array into chunks for Flower's object store."""
+        self.__dict__.pop("_chunks", None)
+        return super().slice_array()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
@@ -247,14 +274,26 @@ def peek(array: Array) -> NDArray[Any]:
         return array.view()
     if array.stype != SType.NUMPY:
         raise ValueError(f"cannot read an array serialised as {array.stype!r}")
-    stream = BytesIO(array.data)
+    data = array.data
+    # A .npy file: 6 bytes of magic, 2 of version, the header's length in 2 bytes, or in 4 since version 2.
+    wide = data[6:7] > b"\x01"
+    start = 12 if wide else 10
+    end = start + int.from_bytes(data[8:start], "little")
+    shape, fortran_order, dtype = _npy_header(data[:end])
+    flat = np.frombuffer(data, dtype, count=math.prod(shape), offset=end)
+    return flat.reshape(shape, order="F" if fortran_order else "C")
+
+
+@lru_cache(maxsize=1024)
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Parse the start of a .npy file; clients send the same few headers in every round."""
+    stream = BytesIO(header)
     major, _ = np.lib.format.read_magic(stream)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     shape, fortran_order, dtype = read_header(stream)
     if dtype.kind not in "fiubc":
         raise ValueError(f"arrays of type {dtype} are not accepted")
-    flat = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=stream.tell())
-    return flat.reshape(shape, order="F" if fortran_order else "C")
+    return shape, fortran_order, dtype
 
 
 def matched(record: ArrayRecord, layout: Layout) -> list[tuple[Entry, NDArray[Any]]]:
@@ -276,7 +315,7 @@ def matched(record: ArrayRecord, layout: Layout) -> list[tuple[Entry, NDArray[An
             raise LayoutError(f"array '{entry.name}' cannot be read: {error}") from error
         if array.shape != entry.shape:
             raise LayoutError(f"array '{entry.name}' has shape {array.shape}, expected {entry.shape}")
-        if array.dtype.name != entry.dtype:
+        if array.dtype != entry.numpy_dtype and array.dtype.name != entry.dtype:
             raise LayoutError(f"array '{entry.name}' is {array.dtype.name}, expected {entry.dtype}")
         pairs.append((entry, array))
     return pairs

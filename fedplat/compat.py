@@ -5,9 +5,12 @@ A Flower release that moves one of these names breaks here, with a message that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import Any
 
-from flwr.app import RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
+from numpy.typing import NDArray
 
 from .errors import UserError
 
@@ -38,6 +41,41 @@ def set_task_identity(run_id: int) -> None:
     TaskIdentity.node_id = SERVER_NODE_ID
 
 
+def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Return a record of these very arrays; Flower's constructor would serialise each of them."""
+    record = ArrayRecord()
+    record.__dict__["_data"].update(arrays)
+    return record
+
+
+def keep_arrays_unserialised(record_of: Callable[[dict[str, NDArray[Any]]], ArrayRecord]) -> None:
+    """Build this process's ``ArrayRecord(list)`` and ``ArrayRecord(state_dict)`` by ``record_of``.
+
+    Flower serialises every array of a record at once, which costs several copies; a worker that shares memory
+    with its server never needs the bytes. ``record_of`` copies the arrays, so that a record does not change
+    with them. Only for processes of our own: it replaces Flower's class methods.
+    """
+
+    def from_numpy_ndarrays(
+        cls: type[ArrayRecord], ndarrays: list[NDArray[Any]], *, keep_input: bool = True
+    ) -> ArrayRecord:
+        record = record_of({str(i): array for i, array in enumerate(ndarrays)})
+        if not keep_input:
+            ndarrays.clear()
+        return record
+
+    def from_torch_state_dict(
+        cls: type[ArrayRecord], state_dict: dict[str, Any], *, keep_input: bool = True
+    ) -> ArrayRecord:
+        record = record_of({name: tensor.detach().cpu().numpy() for name, tensor in state_dict.items()})
+        if not keep_input:
+            state_dict.clear()
+        return record
+
+    ArrayRecord.from_numpy_ndarrays = classmethod(from_numpy_ndarrays)  # type: ignore[assignment,method-assign]
+    ArrayRecord.from_torch_state_dict = classmethod(from_torch_state_dict)  # type: ignore[assignment,method-assign]
+
+
 def records_to_bytes(records: RecordDict) -> bytes:
     """Serialise records in Flower's wire format, which holds data only and never code."""
     return recorddict_to_proto(records).SerializeToString()
@@ -55,6 +93,8 @@ __all__ = [
     "MessageType",
     "Run",
     "SType",
+    "array_record",
+    "keep_arrays_unserialised",
     "make_message",
     "records_from_bytes",
     "records_to_bytes",

@@ -281,7 +281,6 @@ class FederatedStrategy(Strategy):
     def _report_accepted(
         self, updates: ClientUpdates, aggregate: Aggregate, metrics: list[dict[str, float]]
     ) -> None:
-        norms = updates.columns(0, updates.layout.num_params).update_norms()
         for i, node_id in enumerate(updates.node_ids.tolist()):
             self.reports.append(
                 ClientReport(
@@ -291,7 +290,7 @@ class FederatedStrategy(Strategy):
                     num_examples=int(updates.num_examples[i]),
                     weight=float(aggregate.weights[i]),
                     verdict=aggregate.verdicts.get(i, ""),
-                    update_norm=float(norms[i]),
+                    update_norm=float(updates.update_norms[i]),
                     metrics=metrics[i],
                 )
             )

@@ -61,7 +61,7 @@ def test_finite_rows_are_told_from_those_with_nan_or_infinity_and_large_numbers_
     rows = block(5)
     rows.matrix[0, 2] = np.nan
     rows.matrix[1, :2] = np.inf, -np.inf
-    rows.matrix[2] = 3e38  # the sum overflows, the numbers do not
+    rows.matrix[2] = 3e38  # the sum of squares overflows, the numbers do not
     assert stack([rows.row(i) for i in range(5)]).finite_rows().tolist() == [False, False, True, True, True]
 
 
@@ -72,7 +72,7 @@ def test_norms_are_those_of_the_updates_and_do_not_overflow(
     monkeypatch.setattr(updates_module, "_CHUNK_ELEMENTS", chunk)
     rows = block()
     rows.matrix[3] = [2e19, 2e19, 0, 0, 0]
-    norms = stack([rows.row(i) for i in range(4)]).update_norms()
+    norms = stack([rows.row(i) for i in range(4)]).update_norms
     np.testing.assert_allclose(
         norms[:3], np.linalg.norm((rows.matrix - REFERENCE.vector)[:3].astype(np.float64), axis=1)
     )

@@ -18,11 +18,10 @@ import multiprocessing
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -72,7 +71,7 @@ def timed(strategy_class: type) -> tuple[Any, Seconds]:
     """Return a strategy that notes when its rounds begin and end."""
     marks: Seconds = []
 
-    class Timed(strategy_class):  # type: ignore[misc,valid-type]
+    class Timed(strategy_class):
         def configure_train(self, *args: Any) -> Iterable[Message]:
             marks.append(time.perf_counter())
             return super().configure_train(*args)
@@ -115,7 +114,10 @@ def run_on_ray(app: ClientApp, clients: int, serve: Callable[[Any], Any]) -> Non
     def main(grid: Any, context: Context) -> None:
         serve(grid)
 
-    config = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"log_to_driver": False}}
+    config: Any = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"log_to_driver": False},
+    }
     run_simulation(server, app, num_supernodes=clients, backend_config=config)
 
 
@@ -137,8 +139,11 @@ def plain_client(task: ClientTask, partition: int, server_round: int, state: dic
 
 
 def average(states: list[dict[str, torch.Tensor]], sizes: list[int]) -> dict[str, torch.Tensor]:
-    total = sum(sizes)
-    return {k: sum(s[k] * (n / total) for s, n in zip(states, sizes, strict=True)) for k in states[0]}
+    mean = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
+    for state, size in zip(states, sizes, strict=True):
+        for name, tensor in state.items():
+            mean[name] += tensor * (size / sum(sizes))
+    return mean
 
 
 def plain_loop(config: dict[str, Any], rounds: int) -> Seconds:
@@ -194,7 +199,8 @@ def moving_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        arrays = [array + np.float32(1) for array in message.content["arrays"].to_numpy_ndarrays()]
+        received = cast(ArrayRecord, message.content["arrays"])
+        arrays = [array + np.float32(1) for array in received.to_numpy_ndarrays()]
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
 
@@ -232,7 +238,7 @@ def transport(engine: str, clients: int, megabytes: int, rounds: int) -> Seconds
 # Running and printing --------------------------------------------------------------------------------------
 
 
-def take_turns(engines: dict[str, Callable[[], Seconds]], repeats: int) -> dict[str, float]:
+def take_turns(engines: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, float]:
     """Return the median over all rounds but the first of each turn, which also starts things."""
     seconds: dict[str, Seconds] = {name: [] for name in engines}
     for _ in range(repeats):
@@ -298,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

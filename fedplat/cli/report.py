@@ -31,15 +31,21 @@ def report(
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return who was left out and why, a line per client and reason, the strategies joined."""
-    reasons: dict[tuple[int, str], str] = {}
+    """Return who was left out and why; strategies are joined, and so are clients with the same to tell."""
+    told: dict[tuple[int, str], list[str]] = {}
     for strategy, clients in left_out.items():
         for client in clients:
             for item in client["reasons"]:
-                key = client["client"], item["reason"]
-                told = f"{strategy} {item['rounds']}x"
-                reasons[key] = f"{reasons[key]}, {told}" if key in reasons else told
-    lines = [f"left out: client {who}, {reason} ({told})" for (who, reason), told in sorted(reasons.items())]
+                told.setdefault((client["client"], item["reason"]), []).append(
+                    f"{strategy} {item['rounds']}x"
+                )
+    who: dict[tuple[str, str], list[int]] = {}
+    for (client_id, reason), where in sorted(told.items()):
+        who.setdefault((reason, ", ".join(where)), []).append(client_id)
+    lines = [
+        f"left out: client{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}, {reason} ({where})"
+        for (reason, where), ids in who.items()
+    ]
     hidden = len(lines) - _MOST_LINES
     return lines if hidden <= 0 else [*lines[:_MOST_LINES], f"left out: {hidden} more, see the report"]
 
