@@ -26,7 +26,7 @@ class ClientUpdates:
     """
 
     layout: Layout
-    node_ids: NDArray[np.int64]
+    node_ids: NDArray[np.uint64]
     num_examples: NDArray[np.int64]
     params: torch.Tensor
     reference: torch.Tensor
@@ -52,7 +52,7 @@ class ClientUpdates:
         p = reference.layout.num_params
         return cls(
             reference.layout,
-            np.asarray(node_ids, np.int64),
+            np.asarray(node_ids, np.uint64),
             np.asarray(num_examples, np.int64),
             params,
             sent,

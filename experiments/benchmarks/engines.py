@@ -77,9 +77,12 @@ def timed(strategy_class: type) -> tuple[Any, Seconds]:
             return super().configure_train(*args)
 
         def aggregate_train(self, *args: Any) -> Any:
-            result = super().aggregate_train(*args)
+            arrays, metrics = super().aggregate_train(*args)
             marks.append(time.perf_counter())
-            return result
+            refused = [r for r in getattr(self, "reports", []) if r.status != "accepted"]
+            if arrays is None or refused:
+                raise RuntimeError(f"clients failed, so there is nothing to compare: {refused[:1]}")
+            return arrays, metrics
 
     return Timed(fraction_evaluate=0.0), marks
 
@@ -304,4 +307,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # As a module that other processes can import, which is how Ray's workers find the client.
+    from fedplat.experiments.benchmarks import engines
+
+    engines.main()

@@ -106,6 +106,14 @@ def test_huge_finite_updates_are_no_error_and_their_norm_does_not_overflow() -> 
     assert strategy.reports[1].update_norm == pytest.approx(2.828427e19)
 
 
+def test_node_ids_of_64_bits_as_flower_draws_them_are_fine() -> None:
+    strategy = Mean()
+    large = 2**64 - 1
+    arrays, _ = aggregate(strategy, {large: model(1), 5: model(3)})
+    assert arrays is not None
+    assert {r.node_id for r in strategy.reports} == {5, large}
+
+
 def test_with_no_valid_reply_the_model_stays_and_nothing_is_returned() -> None:
     strategy = Mean()
     assert aggregate(strategy, {11: model(float("nan")), 12: Error(2, "x")}) == (None, None)

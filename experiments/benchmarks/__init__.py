@@ -1,0 +1,1 @@
+"""Benchmarks anyone can run; each prints ratios measured in one run."""
