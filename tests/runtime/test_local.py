@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum
@@ -318,6 +319,33 @@ def test_no_messages_give_no_replies() -> None:
     with LocalGrid(plain_app(), 2, workers=2) as grid:
         assert grid.send_and_receive([]) == []
         assert grid.worker_pids() == [] or len(grid.worker_pids()) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_records_a_client_makes_behave_as_flowers_do_in_a_worker_too(workers: int) -> None:
+    def making(message: Message, context: Context) -> Message:
+        array = np.arange(3, dtype=np.float32)
+        kept, given = ArrayRecord([array]), [np.ones(2, np.float64), np.array(3)]
+        array += 100  # a record holds what the array was
+        taken = ArrayRecord(given, keep_input=False)
+        assert given == []
+        state = {"a.weight": torch.ones(2, 2, requires_grad=True), "a.count": torch.tensor(7)}
+        torch_record = ArrayRecord(state)
+        assert len(torch_record["a.weight"].data) > 16
+        assert torch_record.to_torch_state_dict()["a.count"].item() == 7
+        with pytest.raises(ValueError, match="Object|plain numbers"):
+            ArrayRecord([np.array([{}], dtype=object)])
+        content = RecordDict({"kept": kept, "taken": taken, "torch": torch_record, "none": ArrayRecord()})
+        return Message(content, reply_to=message)
+
+    with LocalGrid(app_of(making), 1, workers=workers) as grid:
+        (reply,) = ask(grid)
+    assert not reply.has_error(), reply.error.reason
+    assert reply.content["kept"]["0"].numpy().tolist() == [0, 1, 2]
+    assert reply.content["taken"]["0"].numpy().dtype == np.float64
+    assert reply.content["taken"]["1"].numpy() == 3
+    assert reply.content["torch"]["a.weight"].numpy().tolist() == [[1, 1], [1, 1]]
+    assert len(reply.content["none"]) == 0
 
 
 def test_large_states_travel_both_ways_without_blocking() -> None:
