@@ -40,7 +40,7 @@ MaxTries = Annotated[int, Field(ge=1, le=100_000)]
 
 
 def partition(
-    scheme: str | Callable[..., Parts], view: Labels, clients: int | None, seed: int, **settings: Any
+    scheme: str | Callable[..., Parts], view: Labels, clients: int | None, seed: int, /, **settings: Any
 ) -> Parts:
     """Return the parts of a scheme (a name, ``module:attribute`` or function), drawn from the run's seed.
 
@@ -49,7 +49,7 @@ def partition(
     except ``natural``.
 
     >>> view = Labels(np.repeat([0, 1], 20), num_classes=2)
-    >>> [len(part) for part in partition("iid", view, 3, seed=1)]
+    >>> [len(part) for part in partition("iid", view, 3, 1)]
     [14, 13, 13]
     """
     name = scheme if isinstance(scheme, str) else getattr(scheme, "__name__", repr(scheme))

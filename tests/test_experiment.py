@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedplat import experiment
+from fedplat import experiment, registry
 from fedplat.arrays import FlatArrays
 from fedplat.cli import main
 from fedplat.config import load
@@ -237,6 +237,14 @@ def test_an_infeasible_strategy_is_refused_before_anything_is_trained(tmp_path: 
     )
     assert main(["run", str(scenario), "--out", str(tmp_path / "out"), "--quiet"]) == 2
     assert not (tmp_path / "out" / "mean").exists()
+
+
+@pytest.mark.parametrize("name", sorted(registry.entries("partitions").keys() - {"natural"}))
+def test_every_partition_can_be_asked_for_by_a_scenario(name: str) -> None:
+    partition = {"name": name, "clients": 6}
+    dataset, parts = experiment.load_data(load(SCENARIO | {"partition": partition}, "test"))
+    assert len(parts) == 6
+    assert sum(map(len, parts)) == len(dataset.train)
 
 
 @pytest.mark.parametrize(

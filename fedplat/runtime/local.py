@@ -227,8 +227,9 @@ class LocalGrid(Grid):
         if self._num_workers == 0:
             self._run_inline()
             return
+        self._dispatch()
         busy = {worker.connection: worker for worker in self._workers if worker.jobs}
-        for connection in wait(list(busy), timeout):
+        for connection in wait(list(busy), timeout) if busy else ():
             worker = busy[connection]  # type: ignore[index]
             try:
                 outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
@@ -245,7 +246,7 @@ class LocalGrid(Grid):
                 if not self._queue:
                     return
                 job = self._queue[0]
-                if len(worker.jobs) != queued or (queued and not self._may_queue_ahead(job)):
+                if len(worker.jobs) != queued or (queued and not self._may_queue_ahead(worker, job)):
                     continue
                 self._queue.popleft()
                 try:
@@ -254,10 +255,15 @@ class LocalGrid(Grid):
                     self._queue.appendleft(job)
                     self._replace(worker)
 
-    def _may_queue_ahead(self, job: Job) -> bool:
-        """Whether a busy worker may get a job in advance: only a short one, which will not wait for long."""
+    def _may_queue_ahead(self, worker: _Worker, job: Job) -> bool:
+        """Whether a busy worker may get a job in advance: only a short one, which will not wait for long.
+
+        It must also be a small message, or server and worker could wait for each other to read.
+        """
         return (
-            len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
+            worker.batch is job.batch
+            and job.task.content in worker.known_contents
+            and len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
             and self._seconds.get(_kind(job), _QUEUE_AHEAD_SECONDS) < _QUEUE_AHEAD_SECONDS
         )
 

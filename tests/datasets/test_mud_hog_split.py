@@ -25,7 +25,7 @@ RICH_FASHION = dict(zip([17, 29, 6, 8, 23, 39, 31, 1], [438, 433, 428, 372, 310,
 )
 def test_the_published_split_is_reproduced_client_by_client(tmp_path, load, folder, expected, rich):
     data = load(source(tmp_path, real_data(f"{folder}/raw")))
-    parts = partition("mud-hog", Labels.of(data), 40, seed=99)
+    parts = partition("mud-hog", Labels.of(data), 40, 99)
     assert [len(part) for part in parts] == [int(n) for n in expected.split()]
     counts = class_counts(np.asarray(data.train.y), parts, 10)
     assert {client: int(counts[client, 1]) for client in rich} == rich

@@ -333,7 +333,7 @@ def test_records_a_client_makes_behave_as_flowers_do_in_a_worker_too(workers: in
         torch_record = ArrayRecord(state)
         assert len(torch_record["a.weight"].data) > 16
         assert torch_record.to_torch_state_dict()["a.count"].item() == 7
-        with pytest.raises(ValueError, match="Object|plain numbers"):
+        with pytest.raises(ValueError, match=r"Object|plain numbers"):
             ArrayRecord([np.array([{}], dtype=object)])
         content = RecordDict({"kept": kept, "taken": taken, "torch": torch_record, "none": ArrayRecord()})
         return Message(content, reply_to=message)
@@ -346,6 +346,33 @@ def test_records_a_client_makes_behave_as_flowers_do_in_a_worker_too(workers: in
     assert reply.content["taken"]["1"].numpy() == 3
     assert reply.content["torch"]["a.weight"].numpy().tolist() == [[1, 1], [1, 1]]
     assert len(reply.content["none"]) == 0
+
+
+def test_large_configs_and_replies_travel_both_ways_without_blocking() -> None:
+    def verbose(message: Message, context: Context) -> Message:
+        assert len(message.content["config"]["blob"]) == 1_000_000
+        content = {
+            "arrays": record(w=np.zeros(3, np.float32)),
+            "more": ConfigRecord({"blob": bytes(1_500_000)}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    with LocalGrid(app_of(verbose), 6, workers=2) as grid:
+        for _ in range(3):
+            messages = [
+                Message(
+                    RecordDict(
+                        {
+                            "arrays": record(w=np.zeros(3, np.float32)),
+                            "config": ConfigRecord({"blob": bytes(1_000_000)}),
+                        }
+                    ),
+                    node,
+                    "train",
+                )
+                for node in grid.get_node_ids()
+            ]
+            assert len(grid.send_and_receive(messages, timeout=60)) == 6
 
 
 def test_large_states_travel_both_ways_without_blocking() -> None:
