@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -211,14 +209,12 @@ def advice(error):
     ("scheme", "chosen", "skew"),
     [("dirichlet", {"alpha": 0.1}, "alpha"), ("quantity", {"sigma": 2.0}, "sigma")],
 )
-def test_draws_that_never_fit_end_soon_and_the_advice_given_does_fit(scheme, chosen, skew):
+def test_draws_that_never_fit_end_and_the_advice_given_does_fit(scheme, chosen, skew):
     many = view(per_class=300, classes=10)
-    start = time.perf_counter()
     with pytest.raises(
         UserError, match="in 100 draws the smallest of 100 clients never got more than"
     ) as error:
         partition(scheme, many, 100, 0, min_samples=20, **chosen)
-    assert time.perf_counter() - start < 5
     offers = dict(advice(error))
     assert {skew, "clients"} <= set(offers)
     for name, value in offers.items():
