@@ -45,6 +45,8 @@ class Entry:
 
 
 _STRATEGIES = "fedplat.strategies.baselines"
+_DEFENCES = "fedplat.strategies.robust"
+_KRUM = "Blanchard et al., NeurIPS 2017"
 _ROBUST = "Yin et al., ICML 2018"
 _MODELS = "fedplat.models"
 _SOURCES = "fedplat.datasets"
@@ -65,6 +67,43 @@ _BUILT_IN = (
         f"{_STRATEGIES}:TrimmedMean",
         "coordinate-wise mean without the extremes",
         f"{_ROBUST}, option II",
+    ),
+    Entry("strategies", "krum", f"{_DEFENCES}:Krum", "the model nearest its neighbours", _KRUM),
+    Entry("strategies", "multi-krum", f"{_DEFENCES}:MultiKrum", "mean of the best by Krum's score", _KRUM),
+    Entry(
+        "strategies",
+        "bulyan",
+        f"{_DEFENCES}:Bulyan",
+        "repeated Krum, then the mean around the median",
+        "El Mhamdi et al., ICML 2018",
+    ),
+    Entry(
+        "strategies",
+        "meamed",
+        f"{_DEFENCES}:Meamed",
+        "mean of the values nearest the median",
+        "Xie et al., 2018",
+    ),
+    Entry(
+        "strategies",
+        "geometric-median",
+        f"{_DEFENCES}:GeometricMedian",
+        "least sum of distances to the clients",
+        "Pillutla et al., 2019 (RFA)",
+    ),
+    Entry(
+        "strategies",
+        "centered-clipping",
+        f"{_DEFENCES}:CenteredClipping",
+        "updates clipped around the last model",
+        "Karimireddy et al., ICML 2021",
+    ),
+    Entry(
+        "strategies",
+        "norm-clipping",
+        f"{_DEFENCES}:NormClipping",
+        "mean of updates of bounded length",
+        "Sun et al., 2019",
     ),
     Entry(
         "selectors", "all", "fedplat.strategies.selectors:AllClients", "everyone takes part in every round"

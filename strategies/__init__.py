@@ -7,14 +7,22 @@ Median().start(grid, initial_arrays, num_rounds=10)
 
 from .baselines import Mean, Median, TrimmedMean
 from .composed import ClientReport, FederatedStrategy
+from .robust import Bulyan, CenteredClipping, GeometricMedian, Krum, Meamed, MultiKrum, NormClipping
 from .selectors import AllClients, RandomFraction
 
 __all__ = [
     "AllClients",
+    "Bulyan",
+    "CenteredClipping",
     "ClientReport",
     "FederatedStrategy",
+    "GeometricMedian",
+    "Krum",
+    "Meamed",
     "Mean",
     "Median",
+    "MultiKrum",
+    "NormClipping",
     "RandomFraction",
     "TrimmedMean",
 ]

@@ -32,10 +32,13 @@ def mean(matrix: torch.Tensor, weights: torch.Tensor | None = None) -> Aggregate
     if bool((shares < 0).any()) or not bool(total > 0) or not bool(torch.isfinite(total)):
         raise ValueError("weights must be finite, not negative, and not all zero")
     shares = shares / total
+    used = shares > 0
+    # Whoever has no share is not multiplied by it: zero times NaN is NaN.
+    rows = slice(None) if used.all() else used.nonzero().flatten()
     out = torch.empty(d, dtype=torch.float32)
     for start, stop in column_chunks(n, d):
-        out[start:stop] = shares @ matrix[:, start:stop].double()
-    return Aggregate(out, shares, shares > 0)
+        out[start:stop] = shares[rows] @ matrix[rows, start:stop].double()
+    return Aggregate(out, shares, used)
 
 
 def median(matrix: torch.Tensor) -> Aggregate:
@@ -62,6 +65,31 @@ def trimmed_mean(matrix: torch.Tensor, trim: int) -> Aggregate:
     n = matrix.shape[0]
     check_trim(n, trim)
     return _mean_of_middle(matrix, trim)
+
+
+def mean_around_median(matrix: torch.Tensor, keep: int) -> Aggregate:
+    """Return, per coordinate, the mean of the ``keep`` values nearest the median; on a tie the smaller ones.
+
+    ``matrix`` is (n, d), 1 ≤ keep ≤ n. The values nearest any number are neighbours once sorted, so it is the
+    mean of a window of the sorted values.
+    """
+    n, d = matrix.shape
+    out = torch.empty(d, dtype=torch.float32)
+    counts = torch.zeros(n, dtype=torch.float64)
+    for start, stop in column_chunks(n, d):
+        chunk = matrix[:, start:stop]
+        ordered = _sorted_columns(chunk).double()
+        middle = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
+        windows = ordered.unfold(1, keep, 1)
+        # The window whose farther end is nearest; the first of equals has the smaller values.
+        reach = torch.maximum(middle[:, None] - windows[..., 0], windows[..., -1] - middle[:, None])
+        first = reach.argmin(dim=1, keepdim=True)
+        inside = first + torch.arange(keep)
+        out[start:stop] = ordered.gather(1, inside).mean(dim=1)
+        low, high = ordered.gather(1, first).t(), ordered.gather(1, first + keep - 1).t()
+        kept = ((chunk >= low) & (chunk <= high)).double()
+        counts += (kept / kept.sum(dim=0)).sum(dim=1)
+    return Aggregate(out, counts / d, torch.ones(n, dtype=torch.bool))
 
 
 def check_trim(clients: int, trim: int) -> None:

@@ -1,0 +1,107 @@
+"""The geometric median, and rules that clip updates to a ball: pure functions on the matrix (n, d)."""
+
+from __future__ import annotations
+
+import torch
+
+from fedplat.updates import column_chunks
+
+from .base import Aggregate
+from .coordinatewise import mean, median
+from .distances import distances_to
+
+_TINY = 1e-300
+
+
+def geometric_median(
+    matrix: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    tolerance: float = 1e-6,
+    max_steps: int = 1000,
+) -> Aggregate:
+    """Return the point z with the least Σ wᵢ ‖xᵢ − z‖, by Weiszfeld's steps in Vardi and Zhang's form.
+
+    Starts from the coordinate-wise median, so that a far outlier cannot slow it down, and stops when a step
+    is shorter than ``tolerance`` times the median distance to the clients. A step that lands on a client's
+    point is defined. ``weights`` (n,) are equal by default; ``diagnostics`` has the number of steps and the
+    objective. O(n·d) a step. Vardi and Zhang, PNAS 2000; for aggregation Pillutla et al., 2019 (RFA).
+
+    >>> geometric_median(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])).vector
+    tensor([0.2113, 0.2113])
+    """
+    n = len(matrix)
+    w = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64)
+    point = median(matrix).vector.double()
+    steps, shares, arrived = 0, w / w.sum(), False
+    while not arrived and steps < max_steps:
+        steps += 1
+        distances = distances_to(matrix, point)
+        on = distances == 0
+        inverse = torch.where(on, 0.0, w / distances.clamp(min=_TINY))
+        if not bool(inverse.sum() > 0):
+            break  # everybody is here already
+        shares = inverse / inverse.sum()
+        target = _weighted(matrix, shares)
+        # How strongly the clients elsewhere pull, against the weight of those who sit on this very point.
+        pull = float((target - point).norm() * inverse.sum())
+        stay = min(1.0, float(w[on].sum()) / pull) if pull > 0 else float(on.any())
+        new = (1 - stay) * target + stay * point
+        if stay > 0:
+            shares = (1 - stay) * shares + stay * torch.where(on, w, 0.0) / w[on].sum()
+        arrived = bool((new - point).norm() <= tolerance * distances.median())
+        point = new
+    objective = float((w * distances_to(matrix, point)).sum())
+    accepted = torch.ones(n, dtype=torch.bool)
+    return Aggregate(point.float(), shares, accepted, diagnostics={"steps": steps, "objective": objective})
+
+
+def centered_clipping(
+    matrix: torch.Tensor, tau: float, *, center: torch.Tensor | None = None, steps: int = 1
+) -> Aggregate:
+    """Return v after ``steps`` of v ← v + mean((xᵢ − v)·min(1, tau / ‖xᵢ − v‖)), begun at ``center``.
+
+    ``matrix`` (n, d) holds updates; ``center`` (d,) is zero by default. A client moves v by tau/n at most in
+    a step. O(n·d) a step. Karimireddy et al., ICML 2021.
+
+    >>> centered_clipping(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).vector
+    tensor([0.4500, 0.6000])
+    """
+    n, d = matrix.shape
+    if not tau > 0:
+        raise ValueError(f"tau must be above 0, got {tau}")
+    point = torch.zeros(d, dtype=torch.float64) if center is None else center.double()
+    factors = torch.ones(n, dtype=torch.float64)
+    for _ in range(steps):
+        factors = (tau / distances_to(matrix, point).clamp(min=_TINY)).clamp(max=1)
+        shares = factors / n
+        point = _weighted(matrix, shares) + (1 - shares.sum()) * point
+    weights = factors / factors.sum()
+    return Aggregate(point.float(), weights, torch.ones(n, dtype=torch.bool))
+
+
+def norm_clipping(matrix: torch.Tensor, bound: float, weights: torch.Tensor | None = None) -> Aggregate:
+    """Return the mean of updates scaled down to an L2 norm of ``bound`` where they are longer.
+
+    Bounds what a client can do by scaling, not by direction. O(n·d). Sun et al., 2019.
+
+    >>> norm_clipping(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).vector
+    tensor([0.4500, 0.6000])
+    """
+    if not bound > 0:
+        raise ValueError(f"bound must be above 0, got {bound}")
+    norms = distances_to(matrix, torch.zeros(matrix.shape[1]))
+    factors = (bound / norms.clamp(min=_TINY)).clamp(max=1)
+    plain = mean(matrix[:, :0], weights).weights
+    shares = plain * factors
+    total = shares.sum()
+    return Aggregate(_weighted(matrix, shares).float(), shares / total, plain > 0)
+
+
+def _weighted(matrix: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return Σ sharesᵢ xᵢ (d,) in float64."""
+    n, d = matrix.shape
+    out = torch.empty(d, dtype=torch.float64)
+    for start, stop in column_chunks(n, d):
+        out[start:stop] = shares @ matrix[:, start:stop].double()
+    return out

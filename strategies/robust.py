@@ -1,0 +1,231 @@
+"""Byzantine-robust rules from the literature, as ready strategies.
+
+Rules that are told how many clients may lie take ``f``; None means the most that the rule allows for the
+number of clients. A declared ``f`` that does not fit is refused before the first round. A round with fewer
+replies than planned uses the largest ``f`` that still fits (``diagnostics["f"]`` tells), and the
+coordinate-wise median if none does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Unpack
+
+import torch
+from pydantic import Field
+
+from fedplat.updates import ClientUpdates
+
+from .aggregators import Aggregate, Aggregator, median
+from .aggregators.geometric import centered_clipping, geometric_median, norm_clipping
+from .aggregators.krum import bulyan, check_bulyan, check_krum, check_meamed, meamed, multi_krum
+from .composed import FederatedStrategy, StrategyParts
+
+Liars = Annotated[int, Field(ge=0)] | None
+Positive = Annotated[float, Field(gt=0)]
+
+
+class DeclaredRule(Aggregator):
+    """A rule that is told the number of lying clients; ``most`` gives the largest f allowed for n clients."""
+
+    most: ClassVar[staticmethod[[int], int]]
+
+    def __init__(self, f: int | None) -> None:
+        self.f = f
+
+    @abstractmethod
+    def refuse(self, clients: int, f: int) -> None:
+        """Raise InfeasibleError if the rule does not allow f liars among so many clients."""
+
+    @abstractmethod
+    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
+        """Apply the rule."""
+
+    def check(self, clients: int) -> None:
+        """Raise InfeasibleError if the declared f does not fit, or if no f does."""
+        self.refuse(clients, max(self.most(clients), 0) if self.f is None else self.f)
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Apply the rule with the declared f, or the largest that fits this round."""
+        most = self.most(len(updates))
+        if most < 0:
+            return median(updates.params)
+        f = most if self.f is None else min(self.f, most)
+        result = self.combine(updates.params, f)
+        found = {**result.diagnostics, "f": float(f)}
+        return Aggregate(result.vector, result.weights, result.accepted, result.verdicts, found)
+
+
+class MultiKrumRule(DeclaredRule):
+    """Mean of the m updates with the lowest Krum scores; m None means n − f."""
+
+    most = staticmethod(lambda n: (n - 3) // 2)
+
+    def __init__(self, f: int | None, m: int | None) -> None:
+        super().__init__(f)
+        self.m = m
+
+    def refuse(self, clients: int, f: int) -> None:
+        """Raise InfeasibleError unless 2f + 2 < n."""
+        check_krum(clients, f)
+
+    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
+        """Return the mean of the chosen updates; never of more than there are."""
+        return multi_krum(matrix, f, None if self.m is None else min(self.m, len(matrix)))
+
+
+class BulyanRule(DeclaredRule):
+    """Repeated Krum, then the mean around the median."""
+
+    most = staticmethod(lambda n: (n - 3) // 4)
+
+    def refuse(self, clients: int, f: int) -> None:
+        """Raise InfeasibleError unless n ≥ 4f + 3."""
+        check_bulyan(clients, f)
+
+    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
+        """Return Bulyan's result."""
+        return bulyan(matrix, f)
+
+
+class MeamedRule(DeclaredRule):
+    """Mean of the n − f values nearest the median, per coordinate."""
+
+    most = staticmethod(lambda n: (n - 1) // 2)
+
+    def refuse(self, clients: int, f: int) -> None:
+        """Raise InfeasibleError unless 2f < n."""
+        check_meamed(clients, f)
+
+    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
+        """Return the mean around the median."""
+        return meamed(matrix, f)
+
+
+class GeometricMedianRule(Aggregator):
+    """The point with the least sum of distances to the clients' models."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Return the geometric median."""
+        return geometric_median(updates.params, tolerance=self.tolerance)
+
+
+class ClippingRule(Aggregator):
+    """Mean of updates clipped to ``bound``, or centred clipping with radius ``tau`` around the last model."""
+
+    def __init__(self, radius: float, steps: int | None) -> None:
+        self.radius = radius
+        self.steps = steps
+
+    def __call__(self, updates: ClientUpdates) -> Aggregate:
+        """Clip the updates, combine them, and add the result to the model they started from."""
+        deltas = updates.deltas()
+        if self.steps is None:
+            result = norm_clipping(deltas, self.radius, torch.from_numpy(updates.num_examples))
+        else:
+            result = centered_clipping(deltas, self.radius, steps=self.steps)
+        return Aggregate(updates.reference + result.vector, result.weights, result.accepted)
+
+
+class Krum(FederatedStrategy):
+    """The one client's model that is closest to its n − f − 2 nearest others.
+
+    Score Σ ‖wᵢ − wⱼ‖², lowest wins, the first on a tie; needs 2f + 2 < n. Sample counts play no part.
+    Distances are exact to float64. O(n²·d). Blanchard et al., NeurIPS 2017.
+
+        Krum(f=2).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(MultiKrumRule(f, 1), **parts)
+
+
+class MultiKrum(FederatedStrategy):
+    """The plain mean of the ``m`` clients with the lowest Krum scores, by default n − f of them.
+
+    Needs 2f + 2 < n. Sample counts play no part. O(n²·d). Blanchard et al., NeurIPS 2017.
+
+        MultiKrum(f=2).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(
+        self,
+        *,
+        f: Liars = None,
+        m: Annotated[int, Field(ge=1)] | None = None,
+        **parts: Unpack[StrategyParts],
+    ) -> None:
+        super().__init__(MultiKrumRule(f, m), **parts)
+
+
+class Bulyan(FederatedStrategy):
+    """n − 2f clients chosen by repeated Krum; per coordinate the mean of the n − 4f nearest their median.
+
+    Needs n ≥ 4f + 3. Sample counts play no part. O(n²·d). El Mhamdi et al., ICML 2018.
+
+        Bulyan(f=1).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(BulyanRule(f), **parts)
+
+
+class Meamed(FederatedStrategy):
+    """Per coordinate, the mean of the n − f values nearest the median.
+
+    Needs 2f < n. Sample counts play no part. O(n log n · d). Xie et al., 2018.
+
+        Meamed(f=2).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(MeamedRule(f), **parts)
+
+
+class GeometricMedian(FederatedStrategy):
+    """The model with the least sum of L2 distances to the clients' models; sample counts play no part.
+
+    Withstands fewer than half the clients. O(n·d) a step. Pillutla et al., 2019 (RFA), computed to
+    ``tolerance`` instead of a few smoothed steps.
+
+        GeometricMedian().start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, tolerance: Positive = 1e-6, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(GeometricMedianRule(tolerance), **parts)
+
+
+class CenteredClipping(FederatedStrategy):
+    """The model moved by the clients' updates, each clipped to a ball of radius ``tau`` around the guess.
+
+    Starts every round from the last model, ``steps`` times. tau must suit the length of honest updates:
+    compare with ``update_norm`` in clients.jsonl. The paper keeps momentum on the clients and starts from the
+    last aggregate; here updates are clipped as they come. O(n·d) a step. Karimireddy et al., ICML 2021.
+
+        CenteredClipping(tau=1.0).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(
+        self,
+        *,
+        tau: Positive = 1.0,
+        steps: Annotated[int, Field(ge=1)] = 3,
+        **parts: Unpack[StrategyParts],
+    ) -> None:
+        super().__init__(ClippingRule(tau, steps), **parts)
+
+
+class NormClipping(FederatedStrategy):
+    """The mean, weighted by sample count, of updates scaled down to an L2 norm of ``bound``.
+
+    Bounds how far a client can move the model by scaling; it does not look at directions. O(n·d).
+    Sun et al., 2019.
+
+        NormClipping(bound=1.0).start(grid, initial_arrays, num_rounds=10)
+    """
+
+    def __init__(self, *, bound: Positive = 1.0, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(ClippingRule(bound, None), **parts)
