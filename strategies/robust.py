@@ -8,8 +8,10 @@ coordinate-wise median if none does.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Annotated, ClassVar, Unpack
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Unpack
 
 import torch
 from pydantic import Field
@@ -26,80 +28,45 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class DeclaredRule(Aggregator):
-    """A rule that is told the number of lying clients; ``most`` gives the largest f allowed for n clients."""
+    """A rule that is told the number of lying clients.
 
-    most: ClassVar[staticmethod[[int], int]]
+    ``combine(matrix, f)`` is the rule, ``refuse(n, f)`` raises InfeasibleError where it does not work, and
+    ``most(n)`` is the largest f it allows, negative if there is none.
+    """
 
-    def __init__(self, f: int | None) -> None:
+    def __init__(
+        self,
+        f: int | None,
+        combine: Callable[[torch.Tensor, int], Aggregate],
+        refuse: Callable[[int, int], None],
+        most: Callable[[int], int],
+    ) -> None:
         self.f = f
-
-    @abstractmethod
-    def refuse(self, clients: int, f: int) -> None:
-        """Raise InfeasibleError if the rule does not allow f liars among so many clients."""
-
-    @abstractmethod
-    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
-        """Apply the rule."""
+        self._combine = combine
+        self._refuse = refuse
+        self._most = most
 
     def check(self, clients: int) -> None:
         """Raise InfeasibleError if the declared f does not fit, or if no f does."""
-        self.refuse(clients, max(self.most(clients), 0) if self.f is None else self.f)
+        self._refuse(clients, max(self._most(clients), 0) if self.f is None else self.f)
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Apply the rule with the declared f, or the largest that fits this round."""
-        most = self.most(len(updates))
+        most = self._most(len(updates))
         if most < 0:
             return median(updates.params)
         f = most if self.f is None else min(self.f, most)
-        result = self.combine(updates.params, f)
-        found = {**result.diagnostics, "f": float(f)}
-        return Aggregate(result.vector, result.weights, result.accepted, result.verdicts, found)
+        result = self._combine(updates.params, f)
+        return replace(result, diagnostics={**result.diagnostics, "f": float(f)})
 
 
-class MultiKrumRule(DeclaredRule):
-    """Mean of the m updates with the lowest Krum scores; m None means n − f."""
+def krum_rule(f: int | None, m: int | None) -> DeclaredRule:
+    """Return the mean of the m updates with the lowest Krum scores; in a short round of all there are."""
 
-    most = staticmethod(lambda n: (n - 3) // 2)
+    def combine(matrix: torch.Tensor, f: int) -> Aggregate:
+        return multi_krum(matrix, f, None if m is None else min(m, len(matrix)))
 
-    def __init__(self, f: int | None, m: int | None) -> None:
-        super().__init__(f)
-        self.m = m
-
-    def refuse(self, clients: int, f: int) -> None:
-        """Raise InfeasibleError unless 2f + 2 < n."""
-        check_krum(clients, f)
-
-    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
-        """Return the mean of the chosen updates; never of more than there are."""
-        return multi_krum(matrix, f, None if self.m is None else min(self.m, len(matrix)))
-
-
-class BulyanRule(DeclaredRule):
-    """Repeated Krum, then the mean around the median."""
-
-    most = staticmethod(lambda n: (n - 3) // 4)
-
-    def refuse(self, clients: int, f: int) -> None:
-        """Raise InfeasibleError unless n ≥ 4f + 3."""
-        check_bulyan(clients, f)
-
-    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
-        """Return Bulyan's result."""
-        return bulyan(matrix, f)
-
-
-class MeamedRule(DeclaredRule):
-    """Mean of the n − f values nearest the median, per coordinate."""
-
-    most = staticmethod(lambda n: (n - 1) // 2)
-
-    def refuse(self, clients: int, f: int) -> None:
-        """Raise InfeasibleError unless 2f < n."""
-        check_meamed(clients, f)
-
-    def combine(self, matrix: torch.Tensor, f: int) -> Aggregate:
-        """Return the mean around the median."""
-        return meamed(matrix, f)
+    return DeclaredRule(f, combine, partial(check_krum, m=m), lambda n: (n - 3) // 2)
 
 
 class GeometricMedianRule(Aggregator):
@@ -140,7 +107,7 @@ class Krum(FederatedStrategy):
     """
 
     def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
-        super().__init__(MultiKrumRule(f, 1), **parts)
+        super().__init__(krum_rule(f, 1), **parts)
 
 
 class MultiKrum(FederatedStrategy):
@@ -158,7 +125,7 @@ class MultiKrum(FederatedStrategy):
         m: Annotated[int, Field(ge=1)] | None = None,
         **parts: Unpack[StrategyParts],
     ) -> None:
-        super().__init__(MultiKrumRule(f, m), **parts)
+        super().__init__(krum_rule(f, m), **parts)
 
 
 class Bulyan(FederatedStrategy):
@@ -170,7 +137,7 @@ class Bulyan(FederatedStrategy):
     """
 
     def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
-        super().__init__(BulyanRule(f), **parts)
+        super().__init__(DeclaredRule(f, bulyan, check_bulyan, lambda n: (n - 3) // 4), **parts)
 
 
 class Meamed(FederatedStrategy):
@@ -182,7 +149,7 @@ class Meamed(FederatedStrategy):
     """
 
     def __init__(self, *, f: Liars = None, **parts: Unpack[StrategyParts]) -> None:
-        super().__init__(MeamedRule(f), **parts)
+        super().__init__(DeclaredRule(f, meamed, check_meamed, lambda n: (n - 1) // 2), **parts)
 
 
 class GeometricMedian(FederatedStrategy):

@@ -29,11 +29,13 @@ def summarise(folder: RunFolder) -> Record:
     Accuracies and weights are shares between 0 and 1, seconds are wall time, bytes are those of the arrays
     sent. A figure that is not known, or not finite because a strategy diverged, is None.
     """
-    config = folder.config
+    config, classes = folder.config, folder.environment.get("classes", ())
     strategies = {}
     left_out = {}
     for name in config.strategies:
-        strategies[name] = strategy_summary(folder.rounds(name)) | {"finished": folder.log(name).finished}
+        strategies[name] = strategy_summary(folder.rounds(name), classes) | {
+            "finished": folder.log(name).finished
+        }
         left_out[name] = replies_left_out(folder.clients(name))
     return {
         "scenario": config.name,
@@ -48,7 +50,7 @@ def summarise(folder: RunFolder) -> Record:
     }
 
 
-def strategy_summary(records: Sequence[Record]) -> Record:
+def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> Record:
     """Return the figures of one strategy from its ``rounds.jsonl``.
 
     ``accuracy``, ``loss`` and ``worst_class`` are those of the last evaluation. ``best_over_rounds`` is
@@ -74,7 +76,7 @@ def strategy_summary(records: Sequence[Record]) -> Record:
         "best_over_rounds": {"accuracy": finite(best.get("accuracy")), "round": best.get("round")},
         "loss": finite(last.get("loss")),
         "diverged": any(finite(record.get("loss")) is None for record in evaluated),
-        "worst_class": _worst_class(last.get("per_class_accuracy")),
+        "worst_class": _worst_class(last.get("per_class_accuracy"), classes),
         "attackers_weight": mean(
             record["attack"].get("weight") for record in trained if record.get("attack")
         ),
@@ -145,9 +147,10 @@ def _per(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _worst_class(recalls: Sequence[float | None] | None) -> Record | None:
+def _worst_class(recalls: Sequence[float | None] | None, classes: Sequence[str]) -> Record | None:
     known = [(value, label) for label, value in enumerate(recalls or ()) if finite(value) is not None]
     if not known:
         return None
     value, label = min(known)
-    return {"class": label, "accuracy": value}
+    name = {"name": classes[label]} if label < len(classes) else {}
+    return {"class": label, **name, "accuracy": value}

@@ -26,19 +26,34 @@ def mean(matrix: torch.Tensor, weights: torch.Tensor | None = None) -> Aggregate
     >>> mean(torch.tensor([[0.0], [4.0]]), torch.tensor([3.0, 1.0])).vector
     tensor([1.])
     """
-    n, d = matrix.shape
-    shares = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64)
+    shares = shares_of(weights, len(matrix))
+    return Aggregate(weighted_sum(matrix, shares, torch.float32), shares, shares > 0)
+
+
+def shares_of(weights: torch.Tensor | None, clients: int) -> torch.Tensor:
+    """Return weights (n,) as float64 shares that sum to 1, equal ones for None.
+
+    Raises ValueError if the weights are negative, not finite, or all zero.
+    """
+    shares = torch.ones(clients, dtype=torch.float64) if weights is None else weights.to(torch.float64)
     total = shares.sum()
     if bool((shares < 0).any()) or not bool(total > 0) or not bool(torch.isfinite(total)):
         raise ValueError("weights must be finite, not negative, and not all zero")
-    shares = shares / total
-    used = shares > 0
+    return shares / total
+
+
+def weighted_sum(
+    matrix: torch.Tensor, shares: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Return Σ sharesᵢ xᵢ (d,), accumulated in float64, as ``dtype``."""
+    n, d = matrix.shape
+    used = shares != 0
     # Whoever has no share is not multiplied by it: zero times NaN is NaN.
     rows = slice(None) if used.all() else used.nonzero().flatten()
-    out = torch.empty(d, dtype=torch.float32)
+    out = torch.empty(d, dtype=dtype)
     for start, stop in column_chunks(n, d):
         out[start:stop] = shares[rows] @ matrix[rows, start:stop].double()
-    return Aggregate(out, shares, used)
+    return out
 
 
 def median(matrix: torch.Tensor) -> Aggregate:

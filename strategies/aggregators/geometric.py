@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fedplat.updates import column_chunks
-
 from .base import Aggregate
-from .coordinatewise import mean, median
+from .coordinatewise import median, shares_of, weighted_sum
 from .distances import distances_to
 
 _TINY = 1e-300
@@ -32,8 +30,9 @@ def geometric_median(
     """
     n = len(matrix)
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64)
+    shares = shares_of(weights, n)
     point = median(matrix).vector.double()
-    steps, shares, arrived = 0, w / w.sum(), False
+    steps, arrived = 0, False
     while not arrived and steps < max_steps:
         steps += 1
         distances = distances_to(matrix, point)
@@ -42,7 +41,7 @@ def geometric_median(
         if not bool(inverse.sum() > 0):
             break  # everybody is here already
         shares = inverse / inverse.sum()
-        target = _weighted(matrix, shares)
+        target = weighted_sum(matrix, shares)
         # How strongly the clients elsewhere pull, against the weight of those who sit on this very point.
         pull = float((target - point).norm() * inverse.sum())
         stay = min(1.0, float(w[on].sum()) / pull) if pull > 0 else float(on.any())
@@ -75,7 +74,7 @@ def centered_clipping(
     for _ in range(steps):
         factors = (tau / distances_to(matrix, point).clamp(min=_TINY)).clamp(max=1)
         shares = factors / n
-        point = _weighted(matrix, shares) + (1 - shares.sum()) * point
+        point = weighted_sum(matrix, shares) + (1 - shares.sum()) * point
     weights = factors / factors.sum()
     return Aggregate(point.float(), weights, torch.ones(n, dtype=torch.bool))
 
@@ -92,16 +91,6 @@ def norm_clipping(matrix: torch.Tensor, bound: float, weights: torch.Tensor | No
         raise ValueError(f"bound must be above 0, got {bound}")
     norms = distances_to(matrix, torch.zeros(matrix.shape[1]))
     factors = (bound / norms.clamp(min=_TINY)).clamp(max=1)
-    plain = mean(matrix[:, :0], weights).weights
-    shares = plain * factors
-    total = shares.sum()
-    return Aggregate(_weighted(matrix, shares).float(), shares / total, plain > 0)
-
-
-def _weighted(matrix: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return Σ sharesᵢ xᵢ (d,) in float64."""
-    n, d = matrix.shape
-    out = torch.empty(d, dtype=torch.float64)
-    for start, stop in column_chunks(n, d):
-        out[start:stop] = shares @ matrix[:, start:stop].double()
-    return out
+    plain = shares_of(weights, len(matrix))
+    clipped = plain * factors
+    return Aggregate(weighted_sum(matrix, clipped, torch.float32), clipped / clipped.sum(), plain > 0)

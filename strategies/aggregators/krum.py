@@ -9,10 +9,12 @@ from .coordinatewise import mean, mean_around_median
 from .distances import squared_distances
 
 
-def check_krum(clients: int, f: int) -> None:
-    """Raise InfeasibleError unless 2f + 2 < n."""
+def check_krum(clients: int, f: int, m: int | None = 1) -> None:
+    """Raise InfeasibleError unless 2f + 2 < n, and 1 ≤ m ≤ n where ``m`` is given."""
     if f < 0 or 2 * f + 2 >= clients:
         raise InfeasibleError(f"Krum: 2f + 2 = {2 * f + 2} must be less than n = {clients}")
+    if m is not None and not 1 <= m <= clients:
+        raise InfeasibleError(f"Multi-Krum: m = {m} must be from 1 to n = {clients}")
 
 
 def check_bulyan(clients: int, f: int) -> None:
@@ -51,10 +53,8 @@ def multi_krum(matrix: torch.Tensor, f: int, m: int | None = None) -> Aggregate:
     Raises InfeasibleError unless 2f + 2 < n and 1 ≤ m ≤ n. O(n²·d). Blanchard et al., NeurIPS 2017.
     """
     n = len(matrix)
-    check_krum(n, f)
+    check_krum(n, f, m)
     m = n - f if m is None else m
-    if not 1 <= m <= n:
-        raise InfeasibleError(f"Multi-Krum: m = {m} must be from 1 to n = {n}")
     scores = krum_scores(squared_distances(matrix), n - f - 2)
     weights = torch.zeros(n, dtype=torch.float64)
     weights[torch.sort(scores, stable=True).indices[:m]] = 1

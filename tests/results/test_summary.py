@@ -15,6 +15,8 @@ def test_headline_is_the_last_evaluation_and_not_the_best_one(tmp_path: Path) ->
     assert row["best_over_rounds"] == {"accuracy": 0.9, "round": 1}
     assert row["accuracy_mean_of_last"] == pytest.approx((0.9 + 0.5 + 0.4 + 0.6) / 4)
     assert row["worst_class"] == {"class": 1, "accuracy": 0.3}
+    named = strategy_summary(folder.rounds("mean"), ["cat", "dog"])
+    assert named["worst_class"] == {"class": 1, "name": "dog", "accuracy": 0.3}
 
 
 def test_rounds_without_an_evaluation_are_passed_over() -> None:

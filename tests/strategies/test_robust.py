@@ -284,6 +284,7 @@ def test_clipping_is_applied_to_the_updates_not_to_the_models() -> None:
     [
         (Krum(f=3), 8, "2f + 2 = 8"),
         (MultiKrum(f=3), 8, "2f + 2 = 8"),
+        (MultiKrum(f=1, m=9), 8, "m = 9 must be from 1 to n = 8"),
         (Bulyan(f=2), 10, "4f + 3 = 11"),
         (Meamed(f=4), 8, "2f = 8"),
         (Krum(), 2, "2f + 2 = 2"),
