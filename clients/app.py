@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,11 @@ class ClientTask:
         y = torch.from_numpy(np.ascontiguousarray(self.dataset.train.y[index]))
         return x.to(self.device), y.to(self.device)
 
+    def attack_of(self, partition: int, server_round: int) -> Attack:
+        """Return how a client behaves in a round; an attack that does nothing for an honest one."""
+        attack = self.attacks.get(partition)
+        return attack if attack and attack.schedule.active(server_round) else Attack()
+
 
 def make_client_app(task: ClientTask) -> ClientApp:
     """Return the ``ClientApp`` for a task; every process that runs it builds the model once."""
@@ -65,11 +71,23 @@ def make_client_app(task: ClientTask) -> ClientApp:
         keys = partition, server_round
         model = model_with(message.content["arrays"])  # type: ignore[arg-type]
         x, y = task.samples(partition)
-        if partition in task.attacks:
-            x, y = task.attacks[partition].on_data(x, y, generator(task.seed, "attack-data", *keys))
+        # An attack without effect on the training leaves an honest client's: same batches, same bits.
+        attack = task.attack_of(partition, server_round)
+        training = attack.on_training(task.training)
+        x, y = attack.on_data(x, y, generator(task.seed, "attack-data", *keys))
+        on_batch = functools.partial(attack.on_batch, rng=generator(task.seed, "attack-batch", *keys))
         state = _load_optimizer(context) if task.training.keep_optimizer else None
         with seeded_torch(task.seed, "client", *keys):
-            result = train_one(model, task.training, x, y, generator(task.seed, "batches", *keys), state)
+            result = train_one(
+                model,
+                training,
+                x,
+                y,
+                generator(task.seed, "batches", *keys),
+                state,
+                on_batch=on_batch,
+                loss_factor=attack.loss_factor(),
+            )
         if result.optimizer_state is not None:
             _save_optimizer(context, result.optimizer_state)
         metrics = MetricRecord({"num-examples": len(task.parts[partition]), "train-loss": result.loss})

@@ -5,7 +5,7 @@ Both keep every number on the model's device until the end; one flat optimiser t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from fedplat.models import loss_fn
 from fedplat.models.flat import FlatModel
 from fedplat.training_config import LocalTraining
 
+OnBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
 OptimizerState = dict[str, NDArray[np.float32]]
 
 _STATE_NAMES = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq"}}
@@ -91,6 +92,8 @@ def train_one(
     y: Tensor,
     rng: np.random.Generator,
     optimizer_state: Mapping[str, NDArray[np.float32]] | None = None,
+    on_batch: OnBatch | None = None,
+    loss_factor: float = 1.0,
 ) -> TrainResult:
     """Train ``model`` in place on samples ``x`` (n, ...) with labels ``y`` (n,), or (n, T) for tokens.
 
@@ -98,6 +101,9 @@ def train_one(
     who uses dropout runs this inside ``seeded_torch``. ``optimizer_state`` is what the last call returned. It
     is used only with ``keep_optimizer``: calls that hand it on equal one uninterrupted optimiser to the bit.
     Raises ValueError for a state that is of another optimiser or model.
+
+    ``on_batch`` may change the samples and labels of a step, or return None to leave the step out;
+    ``loss_factor`` multiplies the loss that is descended, so −1 climbs it. The loss reported is the plain.
 
     The arithmetic is that of ``torch.optim`` over the separate parameters, up to rounding.
     """
@@ -109,22 +115,29 @@ def train_one(
     model.module.train()
     model.bind_grad()
     losses = []
+    taken: list[int] = []
     if plan:
         x, y = x.to(model.device), y.to(model.device)
         order = torch.from_numpy(np.concatenate(plan)).to(model.device)
         for batch in order.split(sizes):
+            samples: tuple[Tensor, Tensor] | None = x.index_select(0, batch), y.index_select(0, batch)
+            if on_batch is not None and samples is not None:
+                samples = on_batch(*samples)
+            if samples is None:
+                continue
             model.zero_grad()
-            loss = loss_fn(model(x.index_select(0, batch)), y.index_select(0, batch))
-            loss.backward()
+            loss = loss_fn(model(samples[0]), samples[1])
+            (loss if loss_factor == 1 else loss_factor * loss).backward()
             if training.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_([model.params], training.max_grad_norm)
             optimizer.step()
             losses.append(loss.detach())
-    samples = sum(sizes)
+            taken.append(len(batch))
+    count = sum(taken)
     # Summed once at the end: reading a number off the device in every step would make the device wait.
-    total = float(np.dot(torch.stack(losses).double().cpu().numpy(), sizes)) if losses else float("nan")
+    total = float(np.dot(torch.stack(losses).double().cpu().numpy(), taken)) if losses else float("nan")
     kept = _state(optimizer, model) if training.keep_optimizer else None
-    return TrainResult(total / max(samples, 1), samples, len(plan), kept)
+    return TrainResult(total / max(count, 1), count, len(taken), kept)
 
 
 def evaluate(

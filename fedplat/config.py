@@ -72,11 +72,21 @@ class SelectionConfig(Part):
 
 
 class AttackConfig(Part):
-    """An attack by ``clients`` (ids), or by a ``fraction`` of all clients drawn with the run's seed."""
+    """An attack: by whom, and in which rounds.
+
+    Attackers are ``clients`` by id, or a ``fraction`` of all clients or a ``count``, drawn with the run's
+    seed or, with ``richest_in``, those that hold most samples of a class. They attack from round ``start``,
+    ``on`` rounds of every ``on + off``.
+    """
 
     kind: ClassVar[str] = "attacks"
-    fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    clients: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    fraction: Annotated[float, Field(ge=0, le=1, description="share of all clients")] | None = None
+    count: Annotated[int, Field(ge=0, description="number of clients")] | None = None
+    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(description="ids")] | None = None
+    richest_in: Annotated[int, Field(ge=0, description="take those with most samples of it")] | None = None
+    start: Annotated[int, Field(ge=1, description="first round of the attack")] = 1
+    on: Annotated[int, Field(ge=1, description="attack so many rounds, then ...")] = 1
+    off: Annotated[int, Field(ge=0, description="... behave for so many, and again")] = 0
 
 
 class StrategyConfig(Part):
@@ -154,8 +164,11 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
     except ValidationError as error:
         raise UserError(explain(error, schema, raw, where)) from None
     for index, attack in enumerate(config.attacks):
-        if (attack.fraction is None) == (attack.clients is None):
-            raise UserError(f"{where}: attacks.{index}: give either 'fraction' or 'clients'")
+        given = [key for key in ("fraction", "count", "clients") if getattr(attack, key) is not None]
+        if len(given) != 1:
+            raise UserError(f"{where}: attacks.{index}: give one of 'fraction', 'count' and 'clients'")
+        if attack.richest_in is not None and given == ["clients"]:
+            raise UserError(f"{where}: attacks.{index}: 'richest_in' goes with 'fraction' or 'count'")
     return config
 
 

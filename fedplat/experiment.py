@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,12 +19,12 @@ from flwr.serverapp.strategy import Strategy
 from . import models, registry
 from .arrays import FlatArrays
 from .clients.app import ClientTask, make_client_app
-from .clients.attacks import Attack, choose_attackers
+from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
 from .clients.training import evaluate
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
-from .datasets.labels import Labels
+from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
 from .errors import UserError
 from .models.flat import FlatModel
@@ -164,10 +164,7 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
     """Load and spread the data, choose the attackers, and build the initial model and its evaluation."""
     device = resolve_device(device)
     dataset, parts = load_data(config)
-    attacks: dict[int, Attack] = {}
-    requests = [(attack.fraction, attack.clients) for attack in config.attacks]
-    for attack, ids in zip(config.attacks, choose_attackers(len(parts), requests, config.seed), strict=True):
-        attacks |= dict.fromkeys(ids, attack.build())
+    attacks = attacks_of(config, dataset, parts)
     builder = registry.find("models", config.model.name).load()
     build_model = functools.partial(
         models.build,
@@ -181,6 +178,19 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
     model = FlatModel(build_model(), device)
     initial = FlatArrays(model.layout, model.vector.cpu().numpy().copy(), model.side.cpu().numpy().copy())
     return Situation(config, task, initial.to_record(), _evaluation_of(model, dataset, config))
+
+
+def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:
+    """Return how each attacking client behaves, by partition."""
+    requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for a in config.attacks]
+    counts = None if dataset.is_text else class_counts(dataset.train.y, parts, dataset.num_classes)
+    scene = Scene(config.seed, dataset.num_classes, dataset.mean or (0.0,), dataset.std or (1.0,))
+    found: dict[int, Attack] = {}
+    chosen = choose_attackers(len(parts), requests, config.seed, counts)
+    for part, ids in zip(config.attacks, chosen, strict=True):
+        attack: Attack = part.build()
+        found |= dict.fromkeys(ids, attack.placed(scene, Schedule(part.start, part.on, part.off)))
+    return found
 
 
 def resolve_device(device: str) -> str:
@@ -250,6 +260,7 @@ def client_records(current: Round, strategy: Strategy, situation: Situation) -> 
             "verdict": report.verdict,
             "update_norm": report.update_norm,
             "malicious": report.client in situation.task.attacks,
+            **report.scores,
         }
         for report in sorted(reports, key=lambda report: report.client)
     ]

@@ -10,7 +10,8 @@ from typing import Any
 
 from .errors import UserError, unknown_name
 
-_KEPT_WITH_A_NEW_NAME = {"name", "clients", "fraction", "root", "download"}
+_WHO_AND_WHEN = {"clients", "fraction", "count", "richest_in", "start", "on", "off"}
+_KEPT_WITH_A_NEW_NAME = {"name", "root", "download"} | _WHO_AND_WHEN
 
 
 def scenario_names() -> list[str]:

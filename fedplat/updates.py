@@ -22,7 +22,9 @@ class ClientUpdates:
     ``params`` (n, d) float32 holds the models the clients returned, ``reference`` (d,) the model they were
     sent, ``num_examples`` (n,) int64 what they claim to have trained on, ``update_norms`` (n,) float64 the L2
     norms of their updates, buffers left out. ``coverage`` (n, d) bool tells which elements a client trained;
-    None means all. Treat every array as read-only: rows may be views of memory that Flower's records share.
+    None means all. ``server_round`` is the round's number, and ``refused`` names the nodes whose replies were
+    not valid in this round. Treat every array as read-only: rows may be views of memory that Flower's records
+    share.
     """
 
     layout: Layout
@@ -33,6 +35,8 @@ class ClientUpdates:
     side: NDArray[np.uint8]
     update_norms: NDArray[np.float64]
     coverage: torch.Tensor | None = None
+    server_round: int = 0
+    refused: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.node_ids)

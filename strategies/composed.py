@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -33,7 +33,8 @@ class ClientReport:
     """What became of one client's reply in one round.
 
     ``status`` is ``accepted``, ``refused`` (not a valid reply) or ``failed`` (the client sent an error);
-    ``weight`` is its share in the new model, ``update_norm`` the L2 norm of its update.
+    ``weight`` is its share in the new model, ``update_norm`` the L2 norm of its update; ``scores`` are
+    further figures of the rule, such as a credibility.
     """
 
     node_id: int
@@ -45,6 +46,7 @@ class ClientReport:
     verdict: str = ""
     update_norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class StrategyParts(TypedDict, total=False):
@@ -148,6 +150,8 @@ class FederatedStrategy(Strategy):
             log.warning("round %d: no valid reply, the model stays as it is", server_round)
             return None, None
         updates, metrics = valid
+        refused = tuple(report.node_id for report in self.reports if report.status == "refused")
+        updates = replace(updates, server_round=server_round, refused=refused)
         aggregate = self.topology.combine(
             updates.columns(0, updates.layout.num_params), self.aggregator, server_round
         )
@@ -292,6 +296,7 @@ class FederatedStrategy(Strategy):
                     verdict=aggregate.verdicts.get(i, ""),
                     update_norm=float(updates.update_norms[i]),
                     metrics=metrics[i],
+                    scores={name: float(values[i]) for name, values in aggregate.scores.items()},
                 )
             )
         self.reports.sort(key=lambda report: report.client)

@@ -1,64 +1,163 @@
-"""The places where an attack can live, and who attacks."""
+"""The places where an attack can live, when it is on, and what it knows of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
+from numpy.typing import NDArray
 
-from fedplat.errors import UserError
+from fedplat.arrays import FlatArrays, Layout
 from fedplat.rng import generator
+from fedplat.security.validation import array_records
+from fedplat.training_config import LocalTraining
+from fedplat.verdicts import UNTARGETED
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an attacker knows of the run: its seed and the kind of data.
+
+    Prepared images are (pixel − mean) / std per channel, with pixels in [0, 1]; tokens have neither.
+    """
+
+    seed: int = 0
+    num_classes: int = 10
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def pixels(self, x: torch.Tensor) -> torch.Tensor:
+        """Return prepared images (n, C, H, W) as pixels in [0, 1]; a new tensor."""
+        return x * self._channel(self.std, x) + self._channel(self.mean, x)
+
+    def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return pixels (n, C, H, W) as prepared images; a new tensor."""
+        return (pixels - self._channel(self.mean, pixels)) / self._channel(self.std, pixels)
+
+    @staticmethod
+    def _channel(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rounds in which an attack is on: from ``start``, and then ``on`` rounds of every ``on + off``."""
+
+    start: int = 1
+    on: int = 1
+    off: int = 0
+
+    def active(self, server_round: int) -> bool:
+        """Whether the attack is on.
+
+        >>> [n for n in range(1, 11) if Schedule(start=3, on=2, off=3).active(n)]
+        [3, 4, 8, 9]
+        """
+        since = server_round - self.start
+        return since >= 0 and since % (self.on + self.off) < self.on
 
 
 class Attack:
-    """An attacker's behaviour: on its own data, on its own reply, or on both. This one does nothing.
+    """An attacker's behaviour: on its data, in its training, on its reply, or several. This one does nothing.
 
-    An attack is itself a Flower client mod, so a Flower user writes ``ClientApp(mods=[SignFlip()])``.
+    An attack is itself a Flower client mod, so a Flower user writes ``ClientApp(mods=[SignFlip()])``; then
+    only what it does to the reply takes effect. ``kind`` is what a perfect detector would call the client,
+    in the words of :mod:`fedplat.verdicts`. An instance may serve many clients: it keeps no state.
     """
+
+    kind: ClassVar[str] = UNTARGETED
+    scene: Scene = Scene()
+    schedule: Schedule = Schedule()
+
+    def placed(self, scene: Scene, schedule: Schedule | None = None) -> Self:
+        """Return a copy of the attack that knows the run and keeps to a schedule."""
+        attack = copy.copy(self)
+        attack.scene, attack.schedule = scene, schedule or self.schedule
+        return attack
 
     def on_data(
         self, x: torch.Tensor, y: torch.Tensor, rng: np.random.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the samples and labels that the attacker trains on."""
+        """Return the prepared samples (n, ...) and labels to train on; those given are left as they are."""
         return x, y
 
+    def on_training(self, training: LocalTraining) -> LocalTraining:
+        """Return the settings to train with."""
+        return training
+
+    def on_batch(
+        self, x: torch.Tensor, y: torch.Tensor, rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what one step trains on, or None to leave the step out."""
+        return x, y
+
+    def loss_factor(self) -> float:
+        """Return what the training loss is multiplied by; −1 climbs it."""
+        return 1.0
+
+    def goal(self) -> Mapping[int, int]:
+        """Return which class (by true class) the attack wants predicted; its success rate is judged by it."""
+        return {}
+
+    def disguise(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return test samples as the attacker would present them, a backdoor's trigger put in, or None."""
+        return None
+
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Return the reply that the attacker sends; ``call_next`` gives the honest one."""
+        """Return the reply that the attacker sends; ``call_next`` gives the one of its training."""
         return call_next(message, context)
 
 
-def choose_attackers(
-    clients: int, requests: Sequence[tuple[float | None, Sequence[int] | None]], seed: int
-) -> list[list[int]]:
-    """Return the attacking clients of each request, given as a fraction of all clients or as ids.
+class ReplyAttack(Attack):
+    """An attack on the client's own reply: what is sent is forged from what was received and trained.
 
-    Ids given are taken first; fractions, rounded to whole clients, are drawn from those left. No client gets
-    two attacks. Raises UserError if an id is asked for twice or too few clients are left.
+    Acts on training replies alone. Buffers such as BatchNorm's statistics are sent as they are: a negative
+    variance would only give the attacker away.
     """
-    taken: set[int] = set()
-    for _, ids in requests:
-        for client in ids or ():
-            if client in taken:
-                raise UserError(f"attacks: client {client} is named by two attacks")
-            if client >= clients:
-                raise UserError(f"attacks: client {client} is not among the clients 0 to {clients - 1}")
-            taken.add(client)
-    chosen: list[list[int]] = []
-    for index, (fraction, ids) in enumerate(requests):
-        if ids is not None:
-            chosen.append(sorted(ids))
-            continue
-        count = int((fraction or 0.0) * clients + 0.5)
-        left = [client for client in range(clients) if client not in taken]
-        if count > len(left):
-            raise UserError(f"attacks.{index}: {count} attackers wanted, {len(left)} clients are left")
-        drawn = generator(seed, "attackers", index).permutation(left)[:count]
-        chosen.append(sorted(int(client) for client in drawn))
-        taken.update(chosen[-1])
-    return chosen
+
+    @abstractmethod
+    def forge(
+        self, trained: NDArray[np.float32], received: NDArray[np.float32], rng: np.random.Generator
+    ) -> NDArray[np.float32]:
+        """Return the parameters (p,) to send; those given are left as they are."""
+
+    def claimed(self, num_examples: int) -> int:
+        """Return the sample count to claim."""
+        return num_examples
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Run the client and forge its reply."""
+        reply = call_next(message, context)
+        server_round = round_of(message)
+        kind = message.metadata.message_type.split(".")[0]
+        if reply.has_error() or kind != "train" or not self.schedule.active(server_round):
+            return reply
+        layout = Layout.of_record(array_records(message)[0], promote=True)
+        received = FlatArrays.of_record(array_records(message)[0], layout)
+        partition = int(context.node_config.get("partition-id", 0))
+        rng = generator(self.scene.seed, "attack-reply", partition, server_round)
+        content = RecordDict()
+        for name, record in reply.content.items():
+            if isinstance(record, ArrayRecord):
+                content[name] = self._forged(FlatArrays.of_record(record, layout), received, rng).to_record()
+            elif isinstance(record, MetricRecord) and isinstance(record.get("num-examples"), int):
+                claim = {"num-examples": self.claimed(int(record["num-examples"]))}  # type: ignore[arg-type]
+                content[name] = MetricRecord({**record, **claim})
+            else:
+                content[name] = record
+        return Message(content, reply_to=message)
+
+    def _forged(self, trained: FlatArrays, received: FlatArrays, rng: np.random.Generator) -> FlatArrays:
+        p = trained.layout.num_params
+        forged = self.forge(trained.vector[:p], received.vector[:p], rng)
+        return FlatArrays(trained.layout, np.concatenate([forged, trained.vector[p:]]), trained.side)
 
 
 def dispatch(attacks: Mapping[int, Attack]) -> Attack:
@@ -73,3 +172,11 @@ class _Dispatch(Attack):
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         attack = self._attacks.get(int(context.node_config["partition-id"]))
         return attack(message, context, call_next) if attack else call_next(message, context)
+
+
+def round_of(message: Message) -> int:
+    """Return the round a message belongs to, as our strategies and Flower's tell it; 1 if it is not said."""
+    for record in message.content.values():
+        if isinstance(record, ConfigRecord) and "server-round" in record:
+            return int(record["server-round"])  # type: ignore[arg-type]
+    return 1

@@ -14,6 +14,7 @@ from .summary import write_summary
 
 _MOST_ROWS = 100
 _MOST_REASONS = 3
+_WHO_AND_WHEN = ("fraction", "count", "clients", "richest_in", "start", "on", "off")
 _SAID_ELSEWHERE = ("samples_per_client", "attackers", "classes", "parameters", "data_note")
 
 
@@ -72,13 +73,7 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     }
     for index, attack in enumerate(config.get("attacks") or [], start=1):
         label = "Attack" if len(config["attacks"]) == 1 else f"Attack {index}"
-        share = attack.get("fraction")
-        who = (
-            f"{100 * share:g} % of the clients"
-            if share is not None
-            else f"clients {_value(attack['clients'])}"
-        )
-        said[label] = f"{who}: {_part('attacks', attack, skip=('fraction', 'clients'))}"
+        said[label] = f"{_who(attack)}: {_part('attacks', attack, skip=_WHO_AND_WHEN)}{_when(attack)}"
     if attackers := environment.get("attackers"):
         said["Attackers"] = f"{len(attackers)} of {clients} clients: {_value(attackers)}"
     elif not config.get("attacks"):
@@ -90,6 +85,30 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     often = "every round" if every == 1 else f"every {every} rounds and the last"
     said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
     return said
+
+
+def _who(attack: Mapping[str, Any]) -> str:
+    """Say in words which clients an attack asks for.
+
+    >>> _who({"fraction": 0.3}), _who({"count": 2, "richest_in": 1}), _who({"clients": [3, 5]})
+    ('30 % of the clients', '2 clients, those richest in class 1', 'clients 3, 5')
+    """
+    if (share := attack.get("fraction")) is not None:
+        who = f"{100 * share:g} % of the clients"
+    elif (count := attack.get("count")) is not None:
+        who = f"{count} clients"
+    else:
+        who = f"clients {_value(attack['clients'])}"
+    label = attack.get("richest_in")
+    return who if label is None else f"{who}, those richest in class {label}"
+
+
+def _when(attack: Mapping[str, Any]) -> str:
+    """Say in words in which rounds an attack is on, unless it is always on."""
+    start, on, off = attack.get("start", 1), attack.get("on", 1), attack.get("off", 0)
+    said = [f"from round {start}"] if start > 1 else []
+    said += [f"{on} rounds of every {on + off}"] if off else []
+    return "".join(f", {text}" for text in said)
 
 
 def left_out_text(summary: Mapping[str, Any]) -> str:

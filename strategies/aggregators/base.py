@@ -18,7 +18,9 @@ class Aggregate:
     """The outcome of an aggregation rule.
 
     ``vector`` (d,) float32 is the new model, ``weights`` (n,) float64 each client's share in it (they sum
-    to 1), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients by row, where the rule does.
+    to 1), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients by row, where the rule does,
+    in the words of :mod:`fedplat.verdicts`. ``scores`` are further figures per client (n,), such as a
+    credibility, and ``diagnostics`` figures of the round; both end up in the records of a run.
     """
 
     vector: torch.Tensor
@@ -26,6 +28,7 @@ class Aggregate:
     accepted: torch.Tensor
     verdicts: Mapping[int, str] = field(default_factory=dict)
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class InfeasibleError(UserError):
@@ -45,6 +48,10 @@ class Aggregator(ABC):
     def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
         """Combine float buffers (n, b), such as BatchNorm's running statistics, by the shares just found."""
         return (aggregate.weights @ updates.params.double()).float()
+
+    def state_bytes(self, clients: int, dim: int) -> int:
+        """Return how many bytes the rule keeps from round to round, for so many clients and parameters."""
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers from round to round, as tensors and plain values."""

@@ -5,7 +5,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedplat.clients.attacks import SignFlip, choose_attackers, dispatch
+from fedplat.clients.attacks import ReplyAttack, Scene, Schedule, SignFlip, Wanted, choose_attackers, dispatch
 from fedplat.errors import UserError
 from fedplat.runtime.local import LocalGrid
 
@@ -38,9 +38,12 @@ def honest_app(attack) -> ClientApp:
 START = {"w": np.array([10, 20], np.float32), "bn.running_var": np.array([4], np.float32), "n": np.array(7)}
 
 
-def reply_of(attack, kind: str = "train", fail: bool = False, **arrays: np.ndarray) -> Message:
+def reply_of(
+    attack, kind: str = "train", fail: bool = False, server_round: int = 1, **arrays: np.ndarray
+) -> Message:
     with LocalGrid(honest_app(attack), 2, workers=0) as grid:
-        content = RecordDict({"arrays": record(**(START | arrays)), "config": ConfigRecord({"fail": fail})})
+        config = ConfigRecord({"fail": fail, "server-round": server_round})
+        content = RecordDict({"arrays": record(**(START | arrays)), "config": config})
         (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[1], kind)])
     return reply
 
@@ -85,14 +88,14 @@ def test_each_client_behaves_as_its_own_attack_says() -> None:
 
 
 def test_attackers_are_drawn_with_the_seed_alone() -> None:
-    drawn = choose_attackers(20, [(0.3, None)], seed=1)
-    assert drawn == choose_attackers(20, [(0.3, None)], seed=1)
-    assert drawn != choose_attackers(20, [(0.3, None)], seed=2)
+    drawn = choose_attackers(20, [Wanted(0.3)], seed=1)
+    assert drawn == choose_attackers(20, [Wanted(0.3)], seed=1)
+    assert drawn != choose_attackers(20, [Wanted(0.3)], seed=2)
     assert len(set(drawn[0])) == 6
 
 
 def test_no_client_gets_two_attacks() -> None:
-    fixed, half, rest = choose_attackers(10, [(None, [3, 1]), (0.5, None), (0.3, None)], seed=4)
+    fixed, half, rest = choose_attackers(10, [Wanted(clients=(3, 1)), Wanted(0.5), Wanted(0.3)], seed=4)
     assert fixed == [1, 3]
     assert (len(half), len(rest)) == (5, 3)
     assert sorted(fixed + half + rest) == list(range(10))
@@ -100,15 +103,15 @@ def test_no_client_gets_two_attacks() -> None:
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.0, 0), (0.3, 12), (0.475, 19), (1.0, 40)])
 def test_a_fraction_is_rounded_to_whole_clients(fraction: float, count: int) -> None:
-    assert len(choose_attackers(40, [(fraction, None)], seed=1)[0]) == count
+    assert len(choose_attackers(40, [Wanted(fraction)], seed=1)[0]) == count
 
 
 @pytest.mark.parametrize(
     ("requests", "words"),
     [
-        ([(None, [1]), (None, [1])], "client 1 is named by two attacks"),
-        ([(None, [10])], "client 10 is not among the clients 0 to 9"),
-        ([(0.8, None), (0.3, None)], "3 attackers wanted, 2 clients are left"),
+        ([Wanted(clients=(1,)), Wanted(clients=(1,))], "client 1 is named by two attacks"),
+        ([Wanted(clients=(10,))], "client 10 is not among the clients 0 to 9"),
+        ([Wanted(0.8), Wanted(0.3)], "3 attackers wanted, 2 clients are left"),
     ],
 )
 def test_impossible_requests_are_refused(requests: list, words: str) -> None:
@@ -130,3 +133,34 @@ def test_the_attack_works_as_a_mod_of_a_plain_flower_app() -> None:
         content = RecordDict({"arrays": ArrayRecord([np.zeros(2, np.float32)])})
         (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], "train")])
     assert reply.content["arrays"]["0"].numpy().tolist() == [-1, -1]
+
+
+def test_the_richest_in_a_class_are_taken_in_order_and_ids_come_first() -> None:
+    counts = np.array([[0, 5], [0, 9], [0, 9], [0, 1], [0, 7]])
+    requests = [Wanted(count=1), Wanted(count=2, richest_in=1), Wanted(clients=(1,))]
+    drawn, richest, fixed = choose_attackers(5, requests, 1, counts)
+    assert (richest, fixed) == ([2, 4], [1])
+    assert drawn[0] in (0, 3)
+    with pytest.raises(UserError, match="class 2 is not there; the classes are 0 to 1"):
+        choose_attackers(5, [Wanted(count=1, richest_in=2)], 1, counts)
+
+
+def test_a_schedule_turns_an_attack_on_and_off() -> None:
+    turned = SignFlip().placed(Scene(), Schedule(start=3, on=1, off=1))
+    heights = [reply_of(turned, server_round=n).content["model"]["w"].numpy()[0] for n in range(1, 7)]
+    assert heights == [11, 11, 9, 11, 9, 11]
+
+
+def test_a_forged_reply_keeps_what_was_trained_and_received() -> None:
+    class Careless(ReplyAttack):
+        def forge(self, trained, received, rng):
+            return trained * 0 + np.float32(rng.normal())
+
+        def claimed(self, num_examples: int) -> int:
+            return 10 * num_examples
+
+    a, b = (reply_of(Careless(), server_round=n) for n in (1, 1))
+    assert a.content["m"]["num-examples"] == 30
+    assert a.content["model"]["w"].numpy().tolist() == b.content["model"]["w"].numpy().tolist()
+    other = reply_of(Careless(), server_round=2).content["model"]["w"].numpy().tolist()
+    assert other != a.content["model"]["w"].numpy().tolist()
