@@ -7,6 +7,7 @@ Median().start(grid, initial_arrays, num_rounds=10)
 
 from .baselines import Mean, Median, TrimmedMean
 from .composed import ClientReport, FederatedStrategy
+from .fed_credit import FedCredit
 from .robust import Bulyan, CenteredClipping, GeometricMedian, Krum, Meamed, MultiKrum, NormClipping
 from .selectors import AllClients, RandomFraction
 
@@ -15,6 +16,7 @@ __all__ = [
     "Bulyan",
     "CenteredClipping",
     "ClientReport",
+    "FedCredit",
     "FederatedStrategy",
     "GeometricMedian",
     "Krum",
