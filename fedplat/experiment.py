@@ -13,26 +13,28 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from . import models, registry
 from .arrays import FlatArrays
 from .clients.app import ClientTask, make_client_app
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
-from .clients.training import evaluate
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
 from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
 from .errors import UserError
+from .evaluation import SUCCESS, evaluation_of
 from .models.flat import FlatModel
+from .results.detection import detection
 from .results.folder import RunFolder, StrategyLog
 from .rounds import EvaluateFn, Round, rounds
 from .runtime.local import LocalGrid
 from .security.validation import ReplyRules
 from .strategies.composed import ClientReport, FederatedStrategy
+from .verdicts import HONEST, is_malicious
 
 
 class Observer(Protocol):
@@ -83,7 +85,7 @@ def run(
         data_note=situation.task.dataset.note,
         data_fingerprint=situation.task.dataset.fingerprint,
         samples_per_client=[len(part) for part in situation.task.parts],
-        attackers=sorted(situation.task.attacks),
+        attackers={str(client): attack.label for client, attack in sorted(situation.task.attacks.items())},
         parameters=FlatArrays.of_record(situation.initial).layout.num_params,
     )
     for name, strategy in strategies.items():
@@ -128,7 +130,8 @@ def run_strategy(
         ):
             arrays = current.arrays
             clients = client_records(current, strategy, situation)
-            record = round_record(current, clients, len(situation.task.attacks))
+            malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
+            record = round_record(current, clients, strategy, malicious)
             log.append(record, clients)
             log.save_checkpoint(
                 {
@@ -177,7 +180,16 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
     task = ClientTask(dataset, parts, build_model, config.training, config.seed, attacks, device)
     model = FlatModel(build_model(), device)
     initial = FlatArrays(model.layout, model.vector.cpu().numpy().copy(), model.side.cpu().numpy().copy())
-    return Situation(config, task, initial.to_record(), _evaluation_of(model, dataset, config))
+    evaluate_fn = evaluation_of(
+        model,
+        dataset,
+        # One attack serves all its clients, and is measured once.
+        {id(attack): attack for attack in attacks.values()}.values(),
+        batch_size=config.evaluation.batch_size,
+        every=config.evaluation.every,
+        last=config.rounds,
+    )
+    return Situation(config, task, initial.to_record(), evaluate_fn)
 
 
 def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:
@@ -187,9 +199,13 @@ def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.nd
     scene = Scene(config.seed, dataset.num_classes, dataset.mean or (0.0,), dataset.std or (1.0,))
     found: dict[int, Attack] = {}
     chosen = choose_attackers(len(parts), requests, config.seed, counts)
-    for part, ids in zip(config.attacks, chosen, strict=True):
+    names = [part.name for part in config.attacks]
+    for index, (part, ids) in enumerate(zip(config.attacks, chosen, strict=True)):
         attack: Attack = part.build()
-        found |= dict.fromkeys(ids, attack.placed(scene, Schedule(part.start, part.on, part.off)))
+        label = (
+            part.name if names.count(part.name) == 1 else f"{part.name}-{names[:index].count(part.name) + 1}"
+        )
+        found |= dict.fromkeys(ids, attack.placed(scene, Schedule(part.start, part.on, part.off), label))
     return found
 
 
@@ -219,23 +235,6 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation) ->
     return strategy
 
 
-def _evaluation_of(model: FlatModel, dataset: Dataset, config: ExperimentConfig) -> EvaluateFn:
-    x = dataset.prepare(dataset.test.x).to(model.device)
-    y = torch.from_numpy(np.ascontiguousarray(dataset.test.y)).to(model.device)
-
-    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if server_round % config.evaluation.every and server_round != config.rounds:
-            return None
-        model.load(FlatArrays.of_record(arrays, model.layout))
-        result = evaluate(model, x, y, dataset.num_classes, config.evaluation.batch_size)
-        recall = result.confusion.diagonal() / np.where(result.support > 0, result.support, np.nan)
-        return MetricRecord(
-            {"accuracy": result.accuracy, "loss": result.loss, "per-class-accuracy": recall.tolist()}
-        )
-
-    return evaluate_fn
-
-
 # Results of a round ----------------------------------------------------------------------------------------
 
 
@@ -259,21 +258,29 @@ def client_records(current: Round, strategy: Strategy, situation: Situation) -> 
             "weight": report.weight,
             "verdict": report.verdict,
             "update_norm": report.update_norm,
-            "malicious": report.client in situation.task.attacks,
+            **_truth(situation.task.attacks.get(report.client)),
             **report.scores,
         }
         for report in sorted(reports, key=lambda report: report.client)
     ]
 
 
-def round_record(current: Round, clients: list[dict[str, Any]], attackers: int) -> dict[str, Any]:
-    """Return the line of a round for ``rounds.jsonl``."""
+def _truth(attack: Attack | None) -> dict[str, Any]:
+    """Return what a client is, for comparison with what a rule takes it for."""
+    return {"truth": attack.kind if attack else HONEST, "attack": attack.label if attack else ""}
+
+
+def round_record(
+    current: Round, clients: list[dict[str, Any]], strategy: Strategy, attackers: int
+) -> dict[str, Any]:
+    """Return the line of a round for ``rounds.jsonl``; ``attackers`` is the number of malicious clients."""
     metrics: Mapping[str, Any] = current.server_metrics or {}
-    malicious = [row for row in clients if row["malicious"]]
+    malicious = [row for row in clients if is_malicious(row["truth"])]
     attack = {
         "attackers": attackers,
         "selected": len(malicious),
         "weight": sum(row["weight"] for row in malicious),
+        "success": {k.removeprefix(SUCCESS): v for k, v in metrics.items() if k.startswith(SUCCESS)},
     }
     return {
         "round": current.number,
@@ -281,6 +288,8 @@ def round_record(current: Round, clients: list[dict[str, Any]], attackers: int) 
         "loss": metrics.get("loss"),
         "per_class_accuracy": metrics.get("per-class-accuracy"),
         "attack": attack if attackers else {},
+        "detection": detection(clients) if clients else {},
+        "diagnostics": dict(strategy.diagnostics) if isinstance(strategy, FederatedStrategy) else {},
         "train": dict(current.train_metrics or {}),
         **{
             status: sum(row["status"] == status for row in clients)

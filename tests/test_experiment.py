@@ -162,7 +162,7 @@ def test_the_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
     }
     environment = json.loads((out / "environment.json").read_text())
     assert environment["device"] == "cpu"
-    assert environment["attackers"] == [2]
+    assert environment["attackers"] == {"2": "sign-flip"}
     assert {"torch", "flwr", "python", "commit"} <= environment.keys()
     record = lines(out / "median" / "rounds.jsonl")[2]
     assert record["round"] == 2
@@ -170,11 +170,11 @@ def test_the_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
     assert record["seconds"].keys() == {"configure", "train", "aggregate", "evaluate-clients", "evaluate"}
     # 5 of 6 clients (fraction 0.7, rounded up), 64 pixels x 10 classes and 10 biases, 4 bytes each.
     assert record["bytes_down"] == record["bytes_up"] == 5 * 650 * 4
-    assert record["attack"].keys() == {"attackers", "selected", "weight"}
+    assert record["attack"].keys() == {"attackers", "selected", "weight", "success"}
     clients = [row for row in lines(out / "mean" / "clients.jsonl") if row["round"] == 2]
     assert len(clients) == 5
     assert sum(row["weight"] for row in clients) == pytest.approx(1)
-    assert [row["client"] for row in clients if row["malicious"]] in ([2], [])
+    assert [row["client"] for row in clients if row["attack"] == "sign-flip"] in ([2], [])
     assert all(row["update_norm"] > 0 and row["samples"] >= 10 for row in clients)
 
 

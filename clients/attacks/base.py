@@ -69,17 +69,19 @@ class Attack:
 
     An attack is itself a Flower client mod, so a Flower user writes ``ClientApp(mods=[SignFlip()])``; then
     only what it does to the reply takes effect. ``kind`` is what a perfect detector would call the client,
-    in the words of :mod:`fedplat.verdicts`. An instance may serve many clients: it keeps no state.
+    in the words of :mod:`fedplat.verdicts`, ``label`` what results call the attack. An instance may serve
+    many clients: it keeps no state.
     """
 
     kind: ClassVar[str] = UNTARGETED
+    label: str = ""
     scene: Scene = Scene()
     schedule: Schedule = Schedule()
 
-    def placed(self, scene: Scene, schedule: Schedule | None = None) -> Self:
-        """Return a copy of the attack that knows the run and keeps to a schedule."""
+    def placed(self, scene: Scene, schedule: Schedule | None = None, label: str = "") -> Self:
+        """Return a copy of the attack that knows the run, keeps to a schedule and has a name."""
         attack = copy.copy(self)
-        attack.scene, attack.schedule = scene, schedule or self.schedule
+        attack.scene, attack.schedule, attack.label = scene, schedule or self.schedule, label
         return attack
 
     def on_data(

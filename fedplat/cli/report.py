@@ -18,8 +18,12 @@ _MOST_LINES = 12
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    clean: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The same run without attackers, to state losses against."),
+    ] = None,
 ) -> None:
-    """Rebuild the tables and the picture of a run, also of one that is not finished.
+    """Rebuild the tables and the pictures of a run, also of one that is not finished.
 
     DIR is the run's folder.
     """
@@ -27,7 +31,7 @@ def report(
     from ..results.report import write_report
 
     run = RunFolder.existing(folder)
-    print_results(run, write_report(run))
+    print_results(run, write_report(run, RunFolder.existing(clean) if clean else None))
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:

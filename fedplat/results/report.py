@@ -18,13 +18,21 @@ _WHO_AND_WHEN = ("fraction", "count", "clients", "richest_in", "start", "on", "o
 _SAID_ELSEWHERE = ("samples_per_client", "attackers", "classes", "parameters", "data_note")
 
 
-def write_report(folder: RunFolder) -> dict[str, Any]:
-    """Write summary.json, report.md, table.csv, table.tex and accuracy.png; return the summary."""
+def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str, Any]:
+    """Write summary.json, report.md, table.csv, table.tex and the pictures; return the summary.
+
+    ``clean`` is a run of the same situation without attackers, to state the loss of accuracy against.
+    """
+    from .client_figure import draw_clients, score_names
     from .figures import draw_curves
 
-    summary = write_summary(folder)
+    summary = write_summary(folder, clean)
     runs = {name: folder.rounds(name) for name in folder.config.strategies}
     draw_curves(runs, folder.path / "accuracy.png", _title(summary), folder.config.rounds)
+    for name in folder.config.strategies:
+        rows = list(folder.clients(name))
+        if score_names(rows) or any(row["verdict"] for row in rows):
+            draw_clients(rows, clients_picture(folder, name), f"{_title(summary)}: {name}")
     for name, text in (
         ("table.csv", tables.csv_text(summary)),
         ("table.tex", tables.latex(summary)),
@@ -43,6 +51,9 @@ def report_text(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     parts += [summary["description"]] if summary["description"] else []
     parts += [tables.markdown(summary), tables.EXPLANATION]
     parts.append("![Accuracy and loss over the rounds](accuracy.png)")
+    for name in folder.config.strategies:
+        if (picture := clients_picture(folder, name)).exists():
+            parts.append(f"![The clients over the rounds, {name}]({picture.parent.name}/{picture.name})")
     parts.append(
         "The table is also in `table.csv` (unrounded) and `table.tex`; `summary.json` has more figures."
     )
@@ -75,7 +86,7 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         label = "Attack" if len(config["attacks"]) == 1 else f"Attack {index}"
         said[label] = f"{_who(attack)}: {_part('attacks', attack, skip=_WHO_AND_WHEN)}{_when(attack)}"
     if attackers := environment.get("attackers"):
-        said["Attackers"] = f"{len(attackers)} of {clients} clients: {_value(attackers)}"
+        said["Attackers"] = f"{len(attackers)} of {clients} clients: {_attackers(attackers)}"
     elif not config.get("attacks"):
         said["Attackers"] = "none"
     for name in config["strategies"]:
@@ -85,6 +96,18 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     often = "every round" if every == 1 else f"every {every} rounds and the last"
     said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
     return said
+
+
+def _attackers(labels: Mapping[str, str]) -> str:
+    """Say in words which clients carry out which attack.
+
+    >>> _attackers({"3": "sign-flip", "5": "blur", "7": "sign-flip"})
+    'sign-flip 3, 7; blur 5'
+    """
+    groups: dict[str, list[str]] = {}
+    for client, label in labels.items():
+        groups.setdefault(label, []).append(client)
+    return "; ".join(f"{label} {', '.join(clients)}" for label, clients in groups.items())
 
 
 def _who(attack: Mapping[str, Any]) -> str:
@@ -130,6 +153,11 @@ def left_out_text(summary: Mapping[str, Any]) -> str:
     table = tables.markdown_table(heads, rows[:_MOST_ROWS], text_columns=3)
     hidden = len(rows) - _MOST_ROWS
     return table if hidden <= 0 else f"{table}\n\n{hidden} more rows are in summary.json."
+
+
+def clients_picture(folder: RunFolder, strategy: str) -> Path:
+    """Return where the picture of a strategy's clients is, for a rule that judges or scores them."""
+    return folder.log(strategy).path / "clients.png"
 
 
 def picture_of(folder: RunFolder) -> Path:

@@ -7,18 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..errors import UserError
 from .folder import RunFolder, write_json
 
 Record = dict[str, Any]
 
 _LAST = 5
+_RATES = ("precision", "recall", "f1", "false_positive_rate", "false_negative_rate", "honest_left_out")
 _REASON_LENGTH = 160
 _VERSIONS = ("fedplat", "commit", "python", "flwr", "torch", "torchvision", "numpy", "scikit-learn")
 
 
-def write_summary(folder: RunFolder) -> Record:
-    """Write ``summary.json`` into a run folder and return what it says."""
+def write_summary(folder: RunFolder, clean: RunFolder | None = None) -> Record:
+    """Write ``summary.json`` into a run folder and return what it says; losses are against ``clean``."""
     summary = summarise(folder)
+    if clean is not None:
+        add_clean_run(summary, folder, clean)
     write_json(folder.path / "summary.json", summary)
     return summary
 
@@ -50,12 +54,41 @@ def summarise(folder: RunFolder) -> Record:
     }
 
 
+def add_clean_run(summary: Record, folder: RunFolder, clean: RunFolder) -> None:
+    """Add each strategy's ``accuracy_loss`` against the same strategy in a run without attackers.
+
+    Raises UserError unless the two runs differ in nothing but attacks, strategies and name.
+    """
+    here, there = folder.config.to_dict(), clean.config.to_dict()
+    aside = {"name", "description", "attacks", "strategies", "strategy", "timeout"}
+    differing = sorted(
+        k for k in here.keys() | there.keys() if k not in aside and here.get(k) != there.get(k)
+    )
+    if differing:
+        raise UserError(f"{clean.path} is another situation: it differs in {', '.join(differing)}")
+    if there.get("attacks"):
+        raise UserError(f"{clean.path} is no clean run: it has attackers")
+    others = summarise(clean)["strategies"]
+    for name, row in summary["strategies"].items():
+        same = name in others and _settings_of(here, name) == _settings_of(there, name)
+        reached = others[name]["accuracy"] if same else None
+        if reached is not None and row["accuracy"] is not None:
+            row["accuracy_loss"] = reached - row["accuracy"]
+    summary["clean_run"] = str(clean.path)
+
+
+def _settings_of(config: Record, strategy: str) -> Record:
+    settings: Record = (config.get("strategy") or {}).get(strategy) or {}
+    return settings
+
+
 def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> Record:
     """Return the figures of one strategy from its ``rounds.jsonl``.
 
     ``accuracy``, ``loss`` and ``worst_class`` are those of the last evaluation. ``best_over_rounds`` is
     chosen by looking at the test set, so it is no estimate of what the strategy reaches. ``attackers_weight``
-    is the mean over the rounds of the share of the new model that came from attackers.
+    is the mean over the rounds of the share of the new model that came from attackers, ``attack_success`` the
+    rate of each attack at the last evaluation, ``detection`` see :func:`_detection`.
     """
     trained = [record for record in records if record["round"] > 0]
     evaluated = [record for record in records if record.get("accuracy") is not None]
@@ -80,6 +113,10 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
         "attackers_weight": mean(
             record["attack"].get("weight") for record in trained if record.get("attack")
         ),
+        "attack_success": {
+            name: finite(rate) for name, rate in (last.get("attack") or {}).get("success", {}).items()
+        },
+        "detection": _detection(trained),
         "refused": sum(record["refused"] for record in trained),
         "failed": sum(record["failed"] for record in trained),
         "seconds": {
@@ -104,7 +141,7 @@ def replies_left_out(rows: Iterable[Record]) -> list[Record]:
             continue
         client = found.setdefault(
             row["client"],
-            {"client": row["client"], "attacker": bool(row.get("malicious")), "refused": 0, "failed": 0}
+            {"client": row["client"], "attacker": bool(row.get("attack")), "refused": 0, "failed": 0}
             | {"first_round": row["round"], "reasons": Counter()},
         )
         client[row["status"]] += 1
@@ -141,6 +178,30 @@ def finite(value: Any) -> float | None:
     (0.5, None, None)
     """
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _detection(trained: Sequence[Record]) -> Record:
+    """Return detection figures: rates as means over the last 5 rounds, and when every attacker was out.
+
+    ``first_all_out`` is the first round in which no attacker had any weight, ``all_out_since`` the one from
+    which that stayed so to the end. Nothing is said of a rule that never flagged anybody.
+    """
+    rounds = [(record["round"], record["detection"]) for record in trained if record.get("detection")]
+    if not any(found["flagged"] for _, found in rounds):
+        return {}
+    late = [found for _, found in rounds[-_LAST:]]
+    out = [(number, found["every_attacker_out"]) for number, found in rounds]
+    since = None
+    for number, all_out in reversed(out):
+        if not all_out:
+            break
+        since = number
+    return {
+        **{key: mean(found[key] for found in late) for key in _RATES},
+        "first_all_out": next((number for number, all_out in out if all_out), None),
+        "all_out_since": since,
+        "last": late[-1],
+    }
 
 
 def _per(total: float, count: int) -> float | None:

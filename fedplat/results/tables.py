@@ -22,14 +22,17 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a strategy: its CSV name, its heading, where it is found and how it is written."""
+    """One figure of a strategy: its CSV name, its heading, where it is found and how it is written.
+
+    ``rank`` says how soon a terminal of 80 columns has room for it; 0 is never.
+    """
 
     key: str
     heading: str
     value: Callable[[Row], float | None]
     scale: float = 1.0
     digits: int = 2
-    in_terminal: bool = True
+    rank: int = 0
 
     def text(self, row: Row) -> str:
         """Return the figure as it is shown."""
@@ -50,26 +53,51 @@ def _worst(row: Row) -> float | None:
     return row["worst_class"]["accuracy"] if row["worst_class"] else None
 
 
+def _success(row: Row) -> float | None:
+    return max((rate for rate in row["attack_success"].values() if rate is not None), default=None)
+
+
+def _found(key: str) -> Callable[[Row], float | None]:
+    return lambda row: row["detection"].get(key)
+
+
 def _megabytes(row: Row) -> float | None:
     return (row["bytes_down"] + row["bytes_up"]) / row["rounds"] if row["rounds"] else None
 
 
 COLUMNS = (
-    Column("accuracy", "accuracy %", lambda row: row["accuracy"], 100),
-    Column("accuracy_mean_of_last", "mean of last 5 %", lambda row: row["accuracy_mean_of_last"], 100),
-    Column("worst_class_accuracy", "worst class %", _worst, 100),
-    Column("loss", "loss", lambda row: row["loss"], digits=3),
-    Column("attackers_weight", "attackers' weight %", lambda row: row["attackers_weight"], 100, digits=1),
-    Column("replies_left_out", "replies left out", lambda row: row["refused"] + row["failed"], digits=0),
-    Column("seconds_per_round", "s per round", lambda row: row["seconds"]["per_round"]["all"]),
-    Column("bytes_per_round", "MB per round", _megabytes, 1e-6, in_terminal=False),
-    Column("best_accuracy_over_rounds", "(best over rounds %)", _best, 100, in_terminal=False),
+    Column("accuracy", "accuracy %", lambda row: row["accuracy"], 100, rank=1),
+    Column(
+        "accuracy_mean_of_last", "mean of last 5 %", lambda row: row["accuracy_mean_of_last"], 100, rank=8
+    ),
+    Column("worst_class_accuracy", "worst class %", _worst, 100, rank=6),
+    Column("loss", "loss", lambda row: row["loss"], digits=3, rank=9),
+    Column("accuracy_loss", "loss to clean run", lambda row: row.get("accuracy_loss"), 100, rank=2),
+    Column("attack_success", "attack success %", _success, 100, digits=1, rank=2),
+    Column("attackers_weight", "attackers' weight %", lambda row: row["attackers_weight"], 100, 1, rank=3),
+    Column("detection_precision", "detection precision %", _found("precision"), 100, digits=1, rank=5),
+    Column("detection_recall", "detection recall %", _found("recall"), 100, digits=1, rank=5),
+    Column("detection_f1", "detection F1 %", _found("f1"), 100, digits=1),
+    Column("honest_left_out", "honest left out %", _found("honest_left_out"), 100, digits=1, rank=7),
+    Column("first_round_all_out", "first round all out", _found("first_all_out"), digits=0),
+    Column("all_out_since", "all out since round", _found("all_out_since"), digits=0),
+    Column(
+        "replies_left_out", "replies refused", lambda row: row["refused"] + row["failed"], digits=0, rank=10
+    ),
+    Column("seconds_per_round", "s per round", lambda row: row["seconds"]["per_round"]["all"], rank=4),
+    Column("bytes_per_round", "MB per round", _megabytes, 1e-6),
+    Column("best_accuracy_over_rounds", "(best over rounds %)", _best, 100),
 )
 
 EXPLANATION = (
     "Accuracy, worst class and loss are those of the model after the last round, on the test set; "
     "the mean is over the last 5 evaluations, without the initial model. "
     "Attackers' weight is the share of each new model that came from attackers, averaged over the rounds. "
+    "Attack success is the rate of the most successful attack: how many test samples it had predicted as it "
+    "wants. Detection precision, recall, F1 and honest clients left out are means over the last 5 rounds; "
+    "a strategy flags the clients it calls malicious or, if it gives no verdicts, those it gives no weight. "
+    "Loss to clean run is the difference in accuracy, in points, to the same strategy when nobody attacks. "
+    "All out: no attacker had any weight, in the first such round and from which round to the end. "
     "The best accuracy over the rounds is picked by looking at the test set: it is given for orientation "
     "and says nothing about what a strategy reaches."
 )
@@ -117,15 +145,34 @@ def rich_table(summary: Row) -> RichTable:
     from rich.table import Table
     from rich.text import Text
 
-    columns = [column for column in shown_columns(summary) if column.in_terminal]
+    columns = _fitting(summary, 80)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("strategy", overflow="fold", vertical="bottom")
     for index, column in enumerate(columns):
-        heading = Text("\n".join(textwrap.wrap(column.heading, _HEADING_WIDTH, break_long_words=False)))
+        heading = Text("\n".join(_heading_lines(column)))
         table.add_column(heading, justify="right", no_wrap=True, style="" if index else "bold")
     for name, row in zip(row_names(summary), summary["strategies"].values(), strict=True):
         table.add_row(Text(name.replace(" (", "\n(")), *(Text(column.text(row)) for column in columns))
     return table
+
+
+def _heading_lines(column: Column) -> list[str]:
+    return textwrap.wrap(column.heading, _HEADING_WIDTH, break_long_words=False)
+
+
+def _fitting(summary: Row, width: int) -> list[Column]:
+    """Return the columns for so many characters: those of the first ranks that fit, in their usual order."""
+    rows, names = summary["strategies"].values(), row_names(summary)
+    left = width - 2 - max((len(line) for name in names for line in name.split(" (")), default=0)
+    ranked = sorted((c for c in shown_columns(summary) if c.rank), key=lambda column: column.rank)
+    chosen = []
+    for column in ranked:
+        texts = [*_heading_lines(column), *(column.text(row) for row in rows)]
+        left -= 1 + max(map(len, texts))
+        if left < 0:
+            break
+        chosen.append(column)
+    return [column for column in COLUMNS if column in chosen]
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:

@@ -47,7 +47,9 @@ def round_record(
 def client_record(number: int, client: int, status: str = "accepted", reason: str = "") -> dict[str, Any]:
     return {
         "round": number, "client": client, "status": status, "reason": reason, "samples": 10,
-        "weight": 0.25, "verdict": "", "update_norm": 1.0, "malicious": client == 3,
+        "weight": 0.25, "verdict": "", "update_norm": 1.0,
+        "truth": "malicious-untargeted" if client == 3 else "honest",
+        "attack": "sign-flip" if client == 3 else "",
     }  # fmt: skip
 
 

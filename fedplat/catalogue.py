@@ -1,0 +1,92 @@
+"""The names that come with fedplat: what each is, where it lives and which publication it follows.
+
+One line per part: name, module and attribute below the kind's package, summary, source.
+"""
+
+from __future__ import annotations
+
+_KRUM = "Blanchard et al., NeurIPS 2017"
+_YIN = "Yin et al., ICML 2018"
+_MUD_HOG = "Gupta et al., ESORICS 2022, released code"
+_FEDAVG = "McMahan et al., AISTATS 2017"
+
+# fmt: off
+PACKAGES = {
+    "strategies": "fedplat.strategies",
+    "selectors": "fedplat.strategies.selectors",
+    "attacks": "fedplat.clients.attacks",
+    "models": "fedplat.models",
+    "datasets": "fedplat.datasets",
+    "partitions": "fedplat.datasets.partition",
+}
+
+BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "strategies": (
+        ("mean", "baselines:Mean", "weighted or plain mean of the updates",
+         "McMahan et al., AISTATS 2017 (FedAvg)"),
+        ("median", "baselines:Median", "coordinate-wise median", f"{_YIN}, option I"),
+        ("trimmed-mean", "baselines:TrimmedMean", "coordinate-wise mean without the extremes",
+         f"{_YIN}, option II"),
+        ("krum", "robust:Krum", "the model nearest its neighbours", _KRUM),
+        ("multi-krum", "robust:MultiKrum", "mean of the best by Krum's score", _KRUM),
+        ("bulyan", "robust:Bulyan", "repeated Krum, then the mean around the median",
+         "El Mhamdi et al., ICML 2018"),
+        ("meamed", "robust:Meamed", "mean of the values nearest the median", "Xie et al., 2018"),
+        ("geometric-median", "robust:GeometricMedian", "least sum of distances to the clients",
+         "Pillutla et al., 2019 (RFA)"),
+        ("centered-clipping", "robust:CenteredClipping", "updates clipped around the last model",
+         "Karimireddy et al., ICML 2021"),
+        ("norm-clipping", "robust:NormClipping", "mean of updates of bounded length", "Sun et al., 2019"),
+        ("fed-credit", "fed_credit:FedCredit", "mean weighted by an earned credibility",
+         "Chen et al., 2024 (arXiv 2405.11758); formulas partly inferred"),
+    ),
+    "selectors": (
+        ("all", ":AllClients", "everyone takes part in every round", ""),
+        ("fraction", ":RandomFraction", "a random fraction each round", _FEDAVG),
+    ),
+    "attacks": (
+        ("sign-flip", "sign_flip:SignFlip", "sends the update (or the weights) with the sign turned",
+         "Li et al., AAAI 2019 (RSA)"),
+    ),
+    "models": (
+        ("softmax", "dense:softmax_regression", "multinomial logistic regression", ""),
+        ("mlp", "dense:mlp", "multi-layer perceptron", ""),
+        ("cnn-fedavg", "cnn:fedavg_cnn", "two 5x5 convolutions, 1,663,370 parameters on MNIST", _FEDAVG),
+        ("cnn-hfl", "cnn:hfl_cnn", "small two-convolution net, 21,840 parameters on MNIST",
+         "HierFAVG's released code"),
+        ("cnn-mudhog-mnist", "cnn:mudhog_mnist_cnn",
+         "LeNet-like net for 32x32 grey images, 81,194 parameters", _MUD_HOG),
+        ("cnn-mudhog-fashion", "cnn:mudhog_fashion_cnn",
+         "six-convolution net for 28x28 grey images, 165,106 parameters", _MUD_HOG),
+        ("cnn-cifar", "cnn:cifar_cnn", "three 3x3 convolutions with pooling for 32x32 images", ""),
+        ("resnet18", "resnet:resnet18", "ResNet-18 with a 3x3 stem, GroupNorm or BatchNorm",
+         "He et al., CVPR 2016; Hsieh et al., ICML 2020 for GroupNorm"),
+        ("resnet34", "resnet:resnet34", "ResNet-34 with a 3x3 stem, GroupNorm or BatchNorm",
+         "He et al., CVPR 2016; Hsieh et al., ICML 2020 for GroupNorm"),
+        ("char-lstm", "lstm:char_lstm", "two-layer character LSTM", _FEDAVG),
+    ),
+    "datasets": (
+        ("digits", "digits:load", "1,797 handwritten digits of 8x8 pixels, ship inside scikit-learn",
+         "Alpaydin and Kaynak, UCI 1998"),
+        ("mnist", "torchvision_sets:load_mnist", "handwritten digits, 28x28", "LeCun et al., 1998"),
+        ("fashion-mnist", "torchvision_sets:load_fashion_mnist", "clothing, 28x28 grey", "Xiao et al., 2017"),
+        ("cifar10", "torchvision_sets:load_cifar10", "ten kinds of objects, 32x32 colour",
+         "Krizhevsky, 2009"),
+        ("image-folder", "image_folder:load", "your own images: root/{train,test}/<class>/*", ""),
+        ("shakespeare", "shakespeare:load", "next character in plays; speakers are clients",
+         "Karpathy's Tiny Shakespeare; task of McMahan et al., AISTATS 2017"),
+    ),
+    "partitions": (
+        ("iid", ":iid", "shuffled, equal sizes", ""),
+        ("dirichlet", ":dirichlet", "each class spread over the clients by Dirichlet(alpha)",
+         "Yurochkin et al., ICML 2019"),
+        ("dirichlet-client", ":dirichlet_client",
+         "equal sizes, each client's class mix drawn from Dirichlet(alpha)", "Hsu et al., 2019"),
+        ("shards", ":shards", "k label shards per client", _FEDAVG),
+        ("quantity", ":quantity", "label-balanced on average, log-normal sizes", ""),
+        ("natural", ":natural", "one client per speaker, writer or user", ""),
+        ("mud-hog", ":mud_hog", "the split of the MUD-HoG experiments, to the sample",
+         _MUD_HOG),
+    ),
+}
+# fmt: on
