@@ -1,12 +1,32 @@
 """Attacks: what a malicious or unreliable client does to its data, its training or its reply."""
 
+from .ascent import GradientAscent
 from .base import Attack, ReplyAttack, Scene, Schedule, dispatch
 from .choice import Wanted, choose_attackers
+from .data import Backdoor, LabelFlip, LabelReverse, NoisyFeatures, RandomLabels
+from .reply import FreeRider, GaussianNoise, InflatedCount, NotFinite, RandomWeights, SameValue, Scaling
 from .sign_flip import SignFlip
+from .unreliable import Blur, FewSteps, LowResolution
 
 __all__ = [
     "Attack",
+    "Backdoor",
+    "Blur",
+    "FewSteps",
+    "FreeRider",
+    "GaussianNoise",
+    "GradientAscent",
+    "InflatedCount",
+    "LabelFlip",
+    "LabelReverse",
+    "LowResolution",
+    "NoisyFeatures",
+    "NotFinite",
+    "RandomLabels",
+    "RandomWeights",
     "ReplyAttack",
+    "SameValue",
+    "Scaling",
     "Scene",
     "Schedule",
     "SignFlip",

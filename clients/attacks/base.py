@@ -15,6 +15,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from numpy.typing import NDArray
 
 from fedplat.arrays import FlatArrays, Layout
+from fedplat.errors import UserError
 from fedplat.rng import generator
 from fedplat.security.validation import array_records
 from fedplat.training_config import LocalTraining
@@ -26,12 +27,14 @@ class Scene:
     """What an attacker knows of the run: its seed and the kind of data.
 
     Prepared images are (pixel − mean) / std per channel, with pixels in [0, 1]; tokens have neither.
+    ``sample_shape`` is (C, H, W), or (T,) for text, and empty where it is not known.
     """
 
     seed: int = 0
     num_classes: int = 10
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    sample_shape: tuple[int, ...] = ()
 
     def pixels(self, x: torch.Tensor) -> torch.Tensor:
         """Return prepared images (n, C, H, W) as pixels in [0, 1]; a new tensor."""
@@ -74,12 +77,18 @@ class Attack:
     """
 
     kind: ClassVar[str] = UNTARGETED
+    images_only: ClassVar[bool] = False
     label: str = ""
     scene: Scene = Scene()
     schedule: Schedule = Schedule()
 
     def placed(self, scene: Scene, schedule: Schedule | None = None, label: str = "") -> Self:
-        """Return a copy of the attack that knows the run, keeps to a schedule and has a name."""
+        """Return a copy of the attack that knows the run, keeps to a schedule and has a name.
+
+        Raises UserError if the attack cannot work on the run's data.
+        """
+        if self.images_only and scene.sample_shape and len(scene.sample_shape) != 3:
+            raise UserError(f"attack {label or type(self).__name__} works on images, and these data are none")
         attack = copy.copy(self)
         attack.scene, attack.schedule, attack.label = scene, schedule or self.schedule, label
         return attack
