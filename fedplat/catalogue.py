@@ -8,11 +8,14 @@ from __future__ import annotations
 _KRUM = "Blanchard et al., NeurIPS 2017"
 _YIN = "Yin et al., ICML 2018"
 _MUD_HOG = "Gupta et al., ESORICS 2022, released code"
+_BACKDOOR = "Bagdasaryan et al., AISTATS 2020"
+_RSA = "Li et al., AAAI 2019 (RSA)"
 _FEDAVG = "McMahan et al., AISTATS 2017"
 
 # fmt: off
 PACKAGES = {
     "strategies": "fedplat.strategies",
+    "pre-aggregators": "fedplat.strategies.preaggregators",
     "selectors": "fedplat.strategies.selectors",
     "attacks": "fedplat.clients.attacks",
     "models": "fedplat.models",
@@ -37,8 +40,30 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("centered-clipping", "robust:CenteredClipping", "updates clipped around the last model",
          "Karimireddy et al., ICML 2021"),
         ("norm-clipping", "robust:NormClipping", "mean of updates of bounded length", "Sun et al., 2019"),
+        ("rfa", "robust:RFA", "a few steps towards the geometric median", "Pillutla et al., 2019"),
+        ("foolsgold", "similarity:FoolsGold", "clients that push the same way share their weight",
+         "Fung et al., RAID 2020"),
+        ("rffl", "similarity:RFFL", "mean weighted by reputation; the worst are dropped",
+         "Xu and Lyu, 2020 (RFFL), authors' code"),
+        ("fltrust", "similarity:FLTrust", "trust from the server's own clean data", "Cao et al., NDSS 2021"),
+        ("flame", "filtering:Flame", "clipped mean of the majority cluster, with noise",
+         "Nguyen et al., USENIX Security 2022"),
+        ("signguard", "filtering:SignGuard", "filters by length and by mix of signs",
+         "Xu et al., ICDCS 2022"),
+        ("dnc", "filtering:DivideAndConquer", "mean without outliers along the widest direction",
+         "Shejwalkar and Houmansadr, NDSS 2021"),
+        ("sign-vote", "filtering:SignVote", "each coordinate follows the majority's sign",
+         "Bernstein et al., ICLR 2019"),
         ("fed-credit", "fed_credit:FedCredit", "mean weighted by an earned credibility",
          "Chen et al., 2024 (arXiv 2405.11758); formulas partly inferred"),
+    ),
+    "pre-aggregators": (
+        ("bucketing", ":Bucketing", "means of random buckets", "Karimireddy et al., ICLR 2022"),
+        ("nnm", ":NearestNeighbourMixing", "mean with the nearest neighbours",
+         "Allouah et al., AISTATS 2023"),
+        ("clipping", ":Clipping", "updates of bounded length", "Sun et al., 2019"),
+        ("arc", ":AdaptiveClipping", "the longest updates clipped to the others'",
+         "Allouah et al., 2024 (ARC)"),
     ),
     "selectors": (
         ("all", ":AllClients", "everyone takes part in every round", ""),
@@ -46,7 +71,28 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "attacks": (
         ("sign-flip", "sign_flip:SignFlip", "sends the update (or the weights) with the sign turned",
-         "Li et al., AAAI 2019 (RSA)"),
+         _RSA),
+        ("gaussian-noise", "reply:GaussianNoise", "adds noise to the trained model", _MUD_HOG),
+        ("same-value", "reply:SameValue", "sends the same number for every parameter", _RSA),
+        ("scaling", "reply:Scaling", "enlarges its update, up to replacing the model", _BACKDOOR),
+        ("random-weights", "reply:RandomWeights", "sends weights that have seen no data", "Lin et al., 2019"),
+        ("free-rider", "reply:FreeRider", "sends the model back as it came", "Fraboni et al., AISTATS 2021"),
+        ("inflated-count", "reply:InflatedCount", "claims more samples than it has", "Portnoy et al., 2020"),
+        ("not-finite", "reply:NotFinite", "sends NaN or infinity", ""),
+        ("label-flip", "data:LabelFlip", "labels one class, or several, as another",
+         "Tolpegin et al., ESORICS 2020; Gupta et al., ESORICS 2022"),
+        ("label-reverse", "data:LabelReverse", "labels every class c as C - 1 - c",
+         "Fang et al., USENIX Security 2020"),
+        ("random-labels", "data:RandomLabels", "labels at random", ""),
+        ("backdoor", "data:Backdoor", "a square in the corner means the target class",
+         "Gu et al., 2017 (BadNets); Bagdasaryan et al., AISTATS 2020"),
+        ("noisy-features", "data:NoisyFeatures", "trains on noisy pixels", ""),
+        ("blur", "unreliable:Blur", "unreliable: skips batches and sees blurred images", _MUD_HOG),
+        ("low-resolution", "unreliable:LowResolution", "unreliable: sees coarse images", _MUD_HOG),
+        ("few-steps", "unreliable:FewSteps", "unreliable: stops training early",
+         "Li et al., MLSys 2020 (FedProx)"),
+        ("gradient-ascent", "ascent:GradientAscent", "climbs the loss instead of descending it",
+         "Shejwalkar et al., IEEE S&P 2022, without the projection"),
     ),
     "models": (
         ("softmax", "dense:softmax_regression", "multinomial logistic regression", ""),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -89,11 +90,20 @@ class AttackConfig(Part):
     off: Annotated[int, Field(ge=0, description="... behave for so many, and again")] = 0
 
 
+class PreAggregatorConfig(Part):
+    """A step taken before a strategy's rule."""
+
+    kind: ClassVar[str] = "pre-aggregators"
+
+
 class StrategyConfig(Part):
-    """The settings of one strategy."""
+    """The settings of one strategy; ``name`` is the strategy's where the table has a name of its own."""
 
     kind: ClassVar[str] = "strategies"
     name: str = ""
+    before: Annotated[
+        tuple[PreAggregatorConfig, ...], Field(description="pre-aggregators, in this order")
+    ] = ()
 
 
 class EvaluationConfig(_Strict):
@@ -128,7 +138,11 @@ class ExperimentConfig(_Strict):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fully resolved configuration as plain values, in the shape of a scenario file."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        values = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for table in (values.get("strategy") or {}).values():
+            if not table["before"]:
+                del table["before"]
+        return values
 
     def digest(self) -> str:
         """Return eight hexadecimal digits that change with anything that can change a result."""
@@ -138,10 +152,10 @@ class ExperimentConfig(_Strict):
             content["data"].pop(key, None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
-    def strategy_settings(self, name: str) -> dict[str, Any]:
-        """Return the settings of one of ``strategies``."""
+    def strategy_part(self, name: str) -> StrategyConfig:
+        """Return one of ``strategies`` with its settings."""
         part: StrategyConfig = getattr(self.strategy, _field_name(self.strategies.index(name)))
-        return part.settings()
+        return part
 
 
 _PARTS: dict[str, type[Part]] = {
@@ -182,15 +196,8 @@ def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
         ):
             part = _part_schema(base, name, f"{where}: {key}.name")
             fields[key] = (part, part() if key == "selection" else ...)
-    attacks = raw.get("attacks", ())
-    if isinstance(attacks, list | tuple):
-        schemas = [
-            _part_schema(AttackConfig, attack["name"], f"{where}: attacks.{index}.name")
-            for index, attack in enumerate(attacks)
-            if isinstance(attack, Mapping) and "name" in attack
-        ]
-        if schemas and len(schemas) == len(attacks):
-            fields["attacks"] = (tuple[*schemas], ...)  # type: ignore[valid-type]
+    if attacks := _list_schema(AttackConfig, raw.get("attacks"), f"{where}: attacks"):
+        fields["attacks"] = (attacks, ...)
     strategies = raw.get("strategies", ("mean",))
     if isinstance(strategies, list | tuple) and all(isinstance(name, str) for name in strategies):
         if len(set(strategies)) < len(strategies):
@@ -198,11 +205,37 @@ def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
         named = {
             _field_name(i): (schema, Field(default=schema(), alias=name))
             for i, name in enumerate(strategies)
-            for schema in [_part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)]
+            for schema in [_strategy_schema(name, raw.get("strategy"), where)]
         }
         table_schema = create_model("StrategyTable", __base__=_Strict, **named)  # type: ignore[call-overload]
         fields["strategy"] = (table_schema, table_schema())
     return create_model("Experiment", __base__=ExperimentConfig, **fields)
+
+
+def _strategy_schema(name: str, tables: Any, where: str) -> type[Any]:
+    """Return the schema for one of ``strategies``, whose table may say which strategy it is by ``name``."""
+    table = tables.get(name) if isinstance(tables, Mapping) else None
+    table = table if isinstance(table, Mapping) else {}
+    if "name" in table:
+        if not re.fullmatch(r"[\w.+-]+", name):
+            raise UserError(f"{where}: strategies: '{name}' may have letters, digits and . + - _ only")
+        schema = _part_schema(StrategyConfig, table["name"], f"{where}: strategy.{name}.name")
+    else:
+        schema = _part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)
+    before = _list_schema(PreAggregatorConfig, table.get("before"), f"{where}: strategy.{name}.before")
+    return create_model(schema.__name__, __base__=schema, before=(before, ())) if before else schema
+
+
+def _list_schema(base: type[Part], tables: Any, where: str) -> Any:
+    """Return the type of a list of named parts, None where pydantic will find fault with it anyway."""
+    if not isinstance(tables, list | tuple):
+        return None
+    schemas = [
+        _part_schema(base, table["name"], f"{where}.{index}.name")
+        for index, table in enumerate(tables)
+        if isinstance(table, Mapping) and "name" in table
+    ]
+    return tuple[*schemas] if schemas and len(schemas) == len(tables) else None  # type: ignore[valid-type]
 
 
 def _part_schema(base: type[Part], name: Any, where: str, show_name: bool = True) -> type[Any]:

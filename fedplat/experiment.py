@@ -30,10 +30,12 @@ from .evaluation import SUCCESS, evaluation_of
 from .models.flat import FlatModel
 from .results.detection import detection
 from .results.folder import RunFolder, StrategyLog
+from .root_training import root_training
 from .rounds import EvaluateFn, Round, rounds
 from .runtime.local import LocalGrid
 from .security.validation import ReplyRules
 from .strategies.composed import ClientReport, FederatedStrategy
+from .strategies.similarity import FLTrust
 from .verdicts import HONEST, is_malicious
 
 
@@ -196,7 +198,8 @@ def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.nd
     """Return how each attacking client behaves, by partition."""
     requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for a in config.attacks]
     counts = None if dataset.is_text else class_counts(dataset.train.y, parts, dataset.num_classes)
-    scene = Scene(config.seed, dataset.num_classes, dataset.mean or (0.0,), dataset.std or (1.0,))
+    scale = dataset.mean or (0.0,), dataset.std or (1.0,)
+    scene = Scene(config.seed, dataset.num_classes, *scale, dataset.sample_shape)
     found: dict[int, Attack] = {}
     chosen = choose_attackers(len(parts), requests, config.seed, counts)
     names = [part.name for part in config.attacks]
@@ -219,13 +222,17 @@ def resolve_device(device: str) -> str:
 
 def build_strategy(config: ExperimentConfig, name: str, situation: Situation) -> Strategy:
     """Build a strategy; raises InfeasibleError if its rule cannot work on so many clients."""
-    target = registry.find("strategies", name).load()
-    settings = config.strategy_settings(name)
+    part = config.strategy_part(name)
+    target, settings = registry.find("strategies", part.name).load(), part.settings()
     if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
         return cast(Strategy, target(**settings))
-    strategy: FederatedStrategy = target(
+    # Data of the server's own are no setting: they are handed to the strategies that ask for them.
+    if issubclass(target, FLTrust):
+        settings["root"] = root_training(situation.task, settings["root_samples"])
+    strategy: FederatedStrategy = cast(Any, target)(
         **settings,
         selector=config.selection.build(),
+        before=[step.build() for step in part.before],
         seed=config.seed,
         rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
         fraction_evaluate=0.0,

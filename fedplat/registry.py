@@ -47,6 +47,7 @@ class Entry:
 
 SINGULAR = {
     "strategies": "strategy",
+    "pre-aggregators": "pre-aggregator",
     "selectors": "selector",
     "attacks": "attack",
     "models": "model",

@@ -23,8 +23,42 @@ def scenario_names() -> list[str]:
 def read_scenario(scenario: str) -> tuple[dict[str, Any], str]:
     """Return a scenario's values and the name to use for it in messages.
 
-    ``scenario`` is a name, or a path to a TOML file. Raises UserError if there is none or it is not TOML.
+    ``scenario`` is a name or a path to a TOML file, and may go on with ``:variant``: the values of the table
+    ``[variants.<variant>]`` then replace those of the same key. Without it the file's ``variant`` is taken,
+    if it names one. Raises UserError if there is no such file or variant, or it is not TOML.
     """
+    raw, where, variant = _read(scenario)
+    variants, usual = raw.pop("variants", {}), raw.pop("variant", "")
+    if variant := variant or str(usual):
+        if not isinstance(variants, dict) or variant not in variants:
+            raise UserError(f"{where}: {unknown_name('variant', variant, variants)}")
+        _merge(raw, variants[variant])
+        raw["name"] = f"{raw['name']}-{variant}"
+    return raw, where
+
+
+def variant_names(scenario: str) -> list[str]:
+    """Return the names of a scenario's variants."""
+    return list(_read(scenario)[0].get("variants", {}))
+
+
+def _read(scenario: str) -> tuple[dict[str, Any], str, str]:
+    """Return a scenario's values, its name in messages, and the variant asked for."""
+    head, _, variant = scenario.rpartition(":")
+    if head.endswith(".toml") or head in scenario_names():
+        return *_read_file(head), variant
+    return *_read_file(scenario), ""
+
+
+def _merge(raw: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(raw.get(key), dict):
+            _merge(raw[key], value)
+        else:
+            raw[key] = value
+
+
+def _read_file(scenario: str) -> tuple[dict[str, Any], str]:
     if scenario.endswith(".toml") or "/" in scenario:
         path = Path(scenario)
         if not path.is_file():

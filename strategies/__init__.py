@@ -8,23 +8,47 @@ Median().start(grid, initial_arrays, num_rounds=10)
 from .baselines import Mean, Median, TrimmedMean
 from .composed import ClientReport, FederatedStrategy
 from .fed_credit import FedCredit
-from .robust import Bulyan, CenteredClipping, GeometricMedian, Krum, Meamed, MultiKrum, NormClipping
+from .filtering import DivideAndConquer, Flame, SignGuard, SignVote
+from .preaggregators import AdaptiveClipping, Bucketing, Clipping, NearestNeighbourMixing
+from .robust import (
+    RFA,
+    Bulyan,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    Meamed,
+    MultiKrum,
+    NormClipping,
+)
 from .selectors import AllClients, RandomFraction
+from .similarity import RFFL, FLTrust, FoolsGold
 
 __all__ = [
+    "RFA",
+    "RFFL",
+    "AdaptiveClipping",
     "AllClients",
+    "Bucketing",
     "Bulyan",
     "CenteredClipping",
     "ClientReport",
+    "Clipping",
+    "DivideAndConquer",
+    "FLTrust",
     "FedCredit",
     "FederatedStrategy",
+    "Flame",
+    "FoolsGold",
     "GeometricMedian",
     "Krum",
     "Meamed",
     "Mean",
     "Median",
     "MultiKrum",
+    "NearestNeighbourMixing",
     "NormClipping",
     "RandomFraction",
+    "SignGuard",
+    "SignVote",
     "TrimmedMean",
 ]

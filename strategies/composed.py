@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -21,6 +22,7 @@ from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator
 from .nodes import Node, NodeDirectory
+from .preaggregators import PreAggregator, Preprocessed
 from .selectors import AllClients, Selector
 from .submodels import FULL, FullModel, SubModelScheme, SubModelSpec
 from .topology import Flat, Topology
@@ -55,6 +57,7 @@ class StrategyParts(TypedDict, total=False):
     selector: Selector
     submodels: SubModelScheme
     topology: Topology
+    before: Sequence[PreAggregator]
     seed: int
     rules: ReplyRules
     fraction_evaluate: float
@@ -72,7 +75,8 @@ class FederatedStrategy(Strategy):
     reply is left, the model stays as it is.
 
     ``fraction_evaluate`` of the nodes evaluate the new model each round; at least ``min_nodes`` must connect
-    within ``node_wait`` seconds. ``seed`` feeds the selection alone.
+    within ``node_wait`` seconds. ``before`` are steps taken before the aggregator, see
+    :mod:`fedplat.strategies.preaggregators`. ``seed`` feeds the selection and rules that draw.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class FederatedStrategy(Strategy):
         selector: Selector | None = None,
         submodels: SubModelScheme | None = None,
         topology: Topology | None = None,
+        before: Sequence[PreAggregator] = (),
         seed: int = 0,
         rules: ReplyRules | None = None,
         fraction_evaluate: float = 1.0,
@@ -92,7 +97,7 @@ class FederatedStrategy(Strategy):
     ) -> None:
         if not 0 <= fraction_evaluate <= 1:
             raise ValueError(f"fraction_evaluate must be between 0 and 1, got {fraction_evaluate}")
-        self.aggregator = aggregator
+        self.aggregator = Preprocessed(aggregator, before, seed) if before else aggregator
         self.selector = selector or AllClients()
         self.submodels = submodels or FullModel()
         self.topology = topology or Flat()
@@ -321,8 +326,14 @@ def _middle_of_integers(sides: np.ndarray, reference: FlatArrays) -> np.ndarray:
 
 
 def _weighted_metrics(metrics: list[dict[str, float]], shares: np.ndarray) -> dict[str, float]:
-    """Average the metrics that all clients sent, except the sample counts themselves."""
-    common = set.intersection(*(set(m) for m in metrics)) - {"num-examples"}
-    return {
-        name: float(sum(s * m[name] for s, m in zip(shares, metrics, strict=True))) for name in sorted(common)
-    }
+    """Average the metrics that more than half of the clients sent, except the sample counts themselves.
+
+    A client may lack one, such as the loss of a training that skipped every batch; then the others count.
+    """
+    sent = Counter(name for m in metrics for name in m)
+    averages = {}
+    for name in sorted(sent.keys() - {"num-examples"}):
+        having = [(s, m[name]) for s, m in zip(shares, metrics, strict=True) if name in m]
+        if 2 * len(having) > len(metrics):
+            averages[name] = float(sum(s * value for s, value in having) / sum(s for s, _ in having))
+    return averages

@@ -9,7 +9,7 @@ import tomli_w
 
 from fedplat.config import load, strategy_names
 from fedplat.errors import UserError
-from fedplat.scenarios import apply_overrides, read_scenario, scenario_names
+from fedplat.scenarios import apply_overrides, read_scenario, scenario_names, variant_names
 
 
 def raw(**changes: Any) -> dict[str, Any]:
@@ -33,10 +33,11 @@ def error_of(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", scenario_names())
-def test_every_scenario_that_ships_is_valid_and_says_what_it_is(name: str) -> None:
-    config = load(*read_scenario(name))
-    assert config.name == name
-    assert config.description
+def test_every_scenario_that_ships_is_valid_in_all_variants_and_says_what_it_is(name: str) -> None:
+    for variant in variant_names(name) or [""]:
+        config = load(*read_scenario(f"{name}:{variant}" if variant else name))
+        assert config.name == f"{name}-{variant}".rstrip("-")
+        assert config.description
 
 
 def test_resolved_configuration_has_every_default_and_reads_back_as_itself() -> None:
@@ -56,7 +57,7 @@ def test_settings_reach_the_parts() -> None:
     assert config.model.settings() == {"hidden": (8, 4)}
     assert config.partition.settings()["alpha"] == 0.3
     assert "clients" not in config.partition.settings()
-    assert config.strategy_settings("trimmed-mean") == {"beta": 0.1}
+    assert config.strategy_part("trimmed-mean").settings() == {"beta": 0.1}
     assert config.attacks[0].build().factor == -1.0
 
 
@@ -209,3 +210,46 @@ def test_unknown_scenarios_and_files_that_are_not_toml_are_refused(tmp_path: Pat
 
 def test_strategy_names_are_split_at_commas() -> None:
     assert strategy_names(["mean, median", "x"]) == ["mean", "median", "x"]
+
+
+def test_a_strategy_may_be_compared_with_itself_under_another_name() -> None:
+    tables = {"trimmed-mean": {"beta": 0.1}, "half": {"name": "trimmed-mean", "beta": 0.4}}
+    config = load(raw(strategies=["trimmed-mean", "half"], strategy=tables), "test.toml")
+    parts = [config.strategy_part(name) for name in config.strategies]
+    assert [part.name for part in parts] == ["trimmed-mean", "trimmed-mean"]
+    assert [part.settings()["beta"] for part in parts] == [0.1, 0.4]
+    assert load(config.to_dict(), "again").digest() == config.digest()
+    with pytest.raises(UserError, match="letters, digits"):
+        load(raw(strategies=["a/b"], strategy={"a/b": {"name": "mean"}}), "test.toml")
+    with pytest.raises(UserError, match=r"strategy.half.name: .*did you mean 'median'"):
+        load(raw(strategies=["half"], strategy={"half": {"name": "medain"}}), "test.toml")
+
+
+def test_a_variant_replaces_values_and_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'rounds = 5\nvariant = "short"\n[data]\nname = "digits"\n[training]\nlr = 0.1\nmomentum = 0.5\n'
+        "[variants.short]\nrounds = 1\n[variants.fast]\ntraining.lr = 0.5\n"
+    )
+    usual, _ = read_scenario(str(path))
+    assert (usual["name"], usual["rounds"]) == ("mine-short", 1)
+    fast, _ = read_scenario(f"{path}:fast")
+    assert (fast["name"], fast["rounds"]) == ("mine-fast", 5)
+    assert fast["training"] == {"lr": 0.5, "momentum": 0.5}
+    assert variant_names(str(path)) == ["short", "fast"]
+    with pytest.raises(UserError, match=r"mine.toml: unknown variant 'fsat': did you mean 'fast'"):
+        read_scenario(f"{path}:fsat")
+
+
+def test_steps_before_a_rule_are_part_of_the_strategys_table() -> None:
+    tables = {"krum": {"before": [{"name": "bucketing", "size": 3}, {"name": "arc"}]}}
+    config = load(raw(strategies=["krum"], strategy=tables), "test.toml")
+    steps = [step.build() for step in config.strategy_part("krum").before]
+    assert [type(step).__name__ for step in steps] == ["Bucketing", "AdaptiveClipping"]
+    assert steps[0].size == 3
+    assert load(config.to_dict(), "again").digest() == config.digest()
+    with pytest.raises(UserError, match=r"strategy.krum.before.0.name: .*did you mean 'bucketing'"):
+        load(raw(strategies=["krum"], strategy={"krum": {"before": [{"name": "bucketting"}]}}), "test.toml")
+    wrong = {"krum": {"before": [{"name": "bucketing", "size": 0}]}}
+    with pytest.raises(UserError, match=r"strategy.krum.before.0.size"):
+        load(raw(strategies=["krum"], strategy=wrong), "test.toml")

@@ -35,7 +35,8 @@ def partition(
 ) -> None:
     """Print how many samples of each class every client holds, and draw it.
 
-    SCENARIO is a name that "fedplat list scenarios" shows, or a TOML file.
+    SCENARIO is a name that "fedplat list scenarios" shows, or a TOML file;
+    SCENARIO:VARIANT is one of its variants.
     """
     if out is not None and out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: expected a name that ends in .png")

@@ -68,7 +68,8 @@ def run(
 ) -> None:
     """Run a scenario with one or more strategies and compare them.
 
-    SCENARIO is a name that "fedplat list scenarios" shows, or a TOML file.
+    SCENARIO is a name that "fedplat list scenarios" shows, or a TOML file;
+    SCENARIO:VARIANT is one of its variants.
     """
     for option, value, allowed in (("--device", device, DEVICES), ("--engine", engine, ENGINES)):
         if value not in allowed:

@@ -118,6 +118,7 @@ def _common(kind: str) -> list[Setting]:
         config.SelectionConfig,
         config.AttackConfig,
         config.StrategyConfig,
+        config.PreAggregatorConfig,
     )
     fields = next(part.model_fields for part in parts if part.kind == kind)
     empty = inspect.Parameter.empty

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import UserError, nearest
 from ..registry import KINDS, SINGULAR, Entry, entries
-from ..scenarios import read_scenario, scenario_names
+from ..scenarios import read_scenario, scenario_names, variant_names
 from .common import console
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _IN_A_SCENARIO = {
     "strategies": '[strategy.{name}], and "{name}" among strategies = [...]',
+    "pre-aggregators": '[[strategy.STRATEGY.before]], name = "{name}"',
     "selectors": '[selection], name = "{name}"',
     "attacks": '[[attacks]], name = "{name}"',
     "models": '[model], name = "{name}"',
@@ -33,7 +34,8 @@ def show(
     NAME is one that "fedplat list" shows, or a scenario's TOML file.
     """
     screen = console()
-    is_scenario = name in scenario_names() or name.endswith(".toml")
+    plain = name.partition(":")[0]
+    is_scenario = plain in scenario_names() or plain.endswith(".toml")
     found = [entries(kind)[name] for kind in KINDS if name in entries(kind)]
     if not is_scenario and not found:
         known = [*scenario_names(), *(other for kind in KINDS for other in entries(kind))]
@@ -59,6 +61,10 @@ def _show_scenario(screen: Console, name: str) -> None:
     screen.print(f"scenario {values['name']}", style="bold")
     if description:
         screen.print(description)
+    if variants := variant_names(name):
+        screen.print(
+            f"variants: {', '.join(variants)} (fedplat run {name.partition(':')[0]}:{variants[0]} ...)"
+        )
     screen.print("\nWith all defaults:\n")
     screen.print(tomli_w.dumps(values), end="", soft_wrap=True)
 

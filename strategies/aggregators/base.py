@@ -18,9 +18,10 @@ class Aggregate:
     """The outcome of an aggregation rule.
 
     ``vector`` (d,) float32 is the new model, ``weights`` (n,) float64 each client's share in it (they sum
-    to 1), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients by row, where the rule does,
-    in the words of :mod:`fedplat.verdicts`. ``scores`` are further figures per client (n,), such as a
-    credibility, and ``diagnostics`` figures of the round; both end up in the records of a run.
+    to 1, or are 0 if nobody was used), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients
+    by row, where the rule does, in the words of :mod:`fedplat.verdicts`. ``scores`` are further figures per
+    client (n,), such as a credibility, and ``diagnostics`` figures of the round; both end up in the records
+    of a run.
     """
 
     vector: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from .base import Aggregate
@@ -55,6 +56,30 @@ def geometric_median(
     return Aggregate(point.float(), shares, accepted, diagnostics={"steps": steps, "objective": objective})
 
 
+def smoothed_weiszfeld(
+    matrix: torch.Tensor, weights: torch.Tensor | None = None, *, steps: int = 3, nu: float = 1e-6
+) -> Aggregate:
+    """Return z after ``steps`` of z ← Σ βᵢ xᵢ / Σ βᵢ with βᵢ = wᵢ / max(nu, ‖xᵢ − z‖), begun at the mean.
+
+    The geometric median to within a few steps, each as cheap as a mean, so that it can be done without seeing
+    single updates. A far outlier needs more: one at 10⁶ among points at 1 still moves z by thousands after 3
+    steps. ``weights`` (n,) are equal by default. O(n·d) a step. Pillutla et al., 2019 (RFA).
+
+    >>> square = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1e6, 1e6]])
+    >>> [round(smoothed_weiszfeld(square, steps=n).vector[0].item(), 2) for n in (1, 3, 10)]
+    [58824.0, 3891.55, 0.87]
+    """
+    if steps < 1 or not nu > 0:
+        raise ValueError(f"steps must be at least 1 and nu above 0, got {steps} and {nu}")
+    plain = shares = shares_of(weights, len(matrix))
+    point = weighted_sum(matrix, shares)
+    for _ in range(steps):
+        factors = plain / distances_to(matrix, point).clamp(min=nu)
+        shares = factors / factors.sum()
+        point = weighted_sum(matrix, shares)
+    return Aggregate(point.float(), shares, shares > 0)
+
+
 def centered_clipping(
     matrix: torch.Tensor, tau: float, *, center: torch.Tensor | None = None, steps: int = 1
 ) -> Aggregate:
@@ -79,10 +104,20 @@ def centered_clipping(
     return Aggregate(point.float(), weights, torch.ones(n, dtype=torch.bool))
 
 
-def norm_clipping(matrix: torch.Tensor, bound: float, weights: torch.Tensor | None = None) -> Aggregate:
+def norm_clipping(
+    matrix: torch.Tensor,
+    bound: float,
+    weights: torch.Tensor | None = None,
+    *,
+    noise: float = 0.0,
+    rng: np.random.Generator | None = None,
+) -> Aggregate:
     """Return the mean of updates scaled down to an L2 norm of ``bound`` where they are longer.
 
-    Bounds what a client can do by scaling, not by direction. O(n·d). Sun et al., 2019.
+    ``noise`` is the standard deviation of normal noise from ``rng`` that every coordinate of the mean gets.
+    Bounds what a client can do by scaling, not by direction; noise drowns what small changes are left.
+    O(n·d). Raises ValueError unless bound > 0 and noise ≥ 0, and for noise without ``rng``.
+    Sun et al., 2019.
 
     >>> norm_clipping(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).vector
     tensor([0.4500, 0.6000])
@@ -93,4 +128,20 @@ def norm_clipping(matrix: torch.Tensor, bound: float, weights: torch.Tensor | No
     factors = (bound / norms.clamp(min=_TINY)).clamp(max=1)
     plain = shares_of(weights, len(matrix))
     clipped = plain * factors
-    return Aggregate(weighted_sum(matrix, clipped, torch.float32), clipped / clipped.sum(), plain > 0)
+    vector = with_noise(weighted_sum(matrix, clipped), noise, rng).float()
+    return Aggregate(vector, clipped / clipped.sum(), plain > 0)
+
+
+def with_noise(vector: torch.Tensor, noise: float, rng: np.random.Generator | None) -> torch.Tensor:
+    """Return ``vector`` (d,) plus normal noise of standard deviation ``noise`` per coordinate.
+
+    Without noise it is the same tensor, and nothing is drawn. Raises ValueError unless noise ≥ 0, and for
+    noise without ``rng``.
+    """
+    if not noise >= 0:
+        raise ValueError(f"noise must not be negative, got {noise}")
+    if noise == 0:
+        return vector
+    if rng is None:
+        raise ValueError("noise needs a random generator")
+    return vector + noise * torch.from_numpy(rng.standard_normal(len(vector)))

@@ -268,14 +268,18 @@ def test_waiting_for_clients_has_an_end_and_says_how_many_are_there() -> None:
         strategy.configure_train(1, record(**START), ConfigRecord(), SilentGrid(NODES))
 
 
-def test_metrics_are_averaged_by_sample_count_where_all_clients_sent_them() -> None:
+def test_metrics_are_averaged_by_sample_count_over_those_who_sent_them_if_most_did() -> None:
     strategy = Mean()
-    messages = list(strategy.configure_train(1, record(**START), ConfigRecord(), SilentGrid(NODES[:2])))
+    messages = list(strategy.configure_train(1, record(**START), ConfigRecord(), SilentGrid(NODES[:3])))
     replies = [
         Message(RecordDict({"arrays": model(1), "metrics": MetricRecord(metrics)}), reply_to=m)
         for m, metrics in zip(
             messages,
-            [{"num-examples": 1, "loss": 4.0, "a": 1.0}, {"num-examples": 3, "loss": 0.0, "b": 1.0}],
+            [
+                {"num-examples": 1, "loss": 4.0, "a": 1.0},
+                {"num-examples": 3, "loss": 0.0, "b": 1.0},
+                {"num-examples": 9, "loss": float("nan")},
+            ],
             strict=True,
         )
     ]

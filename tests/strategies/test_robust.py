@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from flwr.serverapp.strategy import MultiKrum as FlowersMultiKrum
 from fedplat import updates
 from fedplat.arrays import FlatArrays, Layout
 from fedplat.strategies import (
+    RFA,
     Bulyan,
     CenteredClipping,
     GeometricMedian,
@@ -33,6 +36,7 @@ from fedplat.strategies.aggregators import (
     norm_clipping,
 )
 from fedplat.strategies.aggregators.distances import squared_distances
+from fedplat.strategies.aggregators.geometric import smoothed_weiszfeld
 from fedplat.strategies.aggregators.krum import krum_scores
 from fedplat.updates import ClientUpdates
 
@@ -332,3 +336,23 @@ def test_every_rule_keeps_the_model_nearer_the_honest_mean_than_the_mean_does(st
     result = strategy.aggregator(updates_of(attacked, torch.zeros(50))).vector
     target = honest.mean(0)
     assert (result - target).norm() < 0.6 * (mean(attacked).vector - target).norm()
+
+
+def test_a_few_smoothed_steps_have_not_arrived_and_many_have() -> None:
+    # Trap: stopping after a few of Weiszfeld's steps leaves a far outlier in charge.
+    square = torch.tensor([[0.0, 0.0], [1, 0], [0, 1], [1, 1], [1e6, 1e6]])
+    assert smoothed_weiszfeld(square, steps=1).vector[0].item() == pytest.approx(58824, abs=0.5)
+    assert smoothed_weiszfeld(square, steps=3).vector[0].item() == pytest.approx(3891.5, abs=0.1)
+    assert smoothed_weiszfeld(square, steps=10).vector[0].item() == pytest.approx(0.8727, abs=1e-4)
+    exact = geometric_median(matrix(9, 5), torch.arange(1, 10)).vector
+    near = smoothed_weiszfeld(matrix(9, 5), torch.arange(1, 10), steps=500).vector
+    torch.testing.assert_close(near, exact, rtol=0, atol=1e-4)
+
+
+def test_smoothed_steps_count_samples_or_not() -> None:
+    x = updates_of(column(0, 1, 5), torch.zeros(1))
+    x = replace(x, num_examples=np.array([1, 1, 98]))
+    assert RFA(steps=50).aggregator(x).vector.item() == pytest.approx(5, abs=1e-3)
+    assert RFA(steps=50, weighted=False).aggregator(x).vector.item() == pytest.approx(1, abs=1e-3)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        smoothed_weiszfeld(column(1, 2), steps=0)
