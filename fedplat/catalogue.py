@@ -9,6 +9,8 @@ _KRUM = "Blanchard et al., NeurIPS 2017"
 _YIN = "Yin et al., ICML 2018"
 _MUD_HOG = "Gupta et al., ESORICS 2022, released code"
 _BACKDOOR = "Bagdasaryan et al., AISTATS 2020"
+_FANG = "Fang et al., USENIX Security 2020"
+_DNC = "Shejwalkar and Houmansadr, NDSS 2021"
 _RSA = "Li et al., AAAI 2019 (RSA)"
 _FEDAVG = "McMahan et al., AISTATS 2017"
 
@@ -51,7 +53,7 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("signguard", "filtering:SignGuard", "filters by length and by mix of signs",
          "Xu et al., ICDCS 2022"),
         ("dnc", "filtering:DivideAndConquer", "mean without outliers along the widest direction",
-         "Shejwalkar and Houmansadr, NDSS 2021"),
+         _DNC),
         ("sign-vote", "filtering:SignVote", "each coordinate follows the majority's sign",
          "Bernstein et al., ICLR 2019"),
         ("fed-credit", "fed_credit:FedCredit", "mean weighted by an earned credibility",
@@ -82,7 +84,7 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("label-flip", "data:LabelFlip", "labels one class, or several, as another",
          "Tolpegin et al., ESORICS 2020; Gupta et al., ESORICS 2022"),
         ("label-reverse", "data:LabelReverse", "labels every class c as C - 1 - c",
-         "Fang et al., USENIX Security 2020"),
+         _FANG),
         ("random-labels", "data:RandomLabels", "labels at random", ""),
         ("backdoor", "data:Backdoor", "a square in the corner means the target class",
          "Gu et al., 2017 (BadNets); Bagdasaryan et al., AISTATS 2020"),
@@ -91,6 +93,16 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("low-resolution", "unreliable:LowResolution", "unreliable: sees coarse images", _MUD_HOG),
         ("few-steps", "unreliable:FewSteps", "unreliable: stops training early",
          "Li et al., MLSys 2020 (FedProx)"),
+        ("alie", "collusion:ALittleIsEnough", "mean minus z deviations, within the honest spread",
+         "Baruch et al., NeurIPS 2019"),
+        ("ipm", "collusion:InnerProduct", "a small negative multiple of the honest mean",
+         "Xie et al., UAI 2019"),
+        ("mimic", "collusion:Mimic", "all colluders copy one honest client", "Karimireddy et al., ICLR 2022"),
+        ("min-max", "optimised:MinMax", "as far out as the furthest honest pair", _DNC),
+        ("min-sum", "optimised:MinSum", "within the largest sum of squared distances", _DNC),
+        ("fang-median", "optimised:FangMedian", "beyond all honest values, against median and trimmed mean",
+         _FANG),
+        ("fang-krum", "optimised:FangKrum", "the furthest step back that Krum still chooses", _FANG),
         ("gradient-ascent", "ascent:GradientAscent", "climbs the loss instead of descending it",
          "Shejwalkar et al., IEEE S&P 2022, without the projection"),
     ),

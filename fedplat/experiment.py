@@ -20,6 +20,7 @@ from . import models, registry
 from .arrays import FlatArrays
 from .clients.app import ClientTask, make_client_app
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
+from .clients.collusion_grid import CollusionGrid
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
@@ -110,16 +111,20 @@ def run_strategy(
     """Run one strategy to the end, from its checkpoint if there is one."""
     config, arrays, done = situation.config, situation.initial, -1
     workers = 0 if situation.task.device != "cpu" else workers
-    with LocalGrid(make_client_app(situation.task), situation.num_clients, workers=workers) as grid:
+    with LocalGrid(make_client_app(situation.task), situation.num_clients, workers=workers) as engine:
+        clients = {node: client for client, node in enumerate(engine.get_node_ids())}
+        attacks = {node: attack for node, c in clients.items() if (attack := situation.task.attacks.get(c))}
+        grid = CollusionGrid(engine, attacks, clients)
         if log.started:
             checkpoint = log.load_checkpoint()
             done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
-            grid.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
+            grid.load_state_dict(checkpoint["collusion"])
+            engine.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
             if isinstance(strategy, FederatedStrategy):
                 strategy.load_state_dict(checkpoint["strategy"])
         log.rewind(done)
         # Before any thread of a progress display exists.
-        grid.start_workers()
+        engine.start_workers()
         observer.begin(name, max(done, 0), config.rounds)
         for current in rounds(
             strategy,
@@ -131,15 +136,16 @@ def run_strategy(
             after=done,
         ):
             arrays = current.arrays
-            clients = client_records(current, strategy, situation)
+            rows = client_records(current, strategy, situation)
             malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
-            record = round_record(current, clients, strategy, malicious)
-            log.append(record, clients)
+            record = round_record(current, rows, strategy, malicious)
+            log.append(record, rows)
             log.save_checkpoint(
                 {
                     "round": current.number,
                     "arrays": state_dict_of(arrays),
-                    "nodes": {node: _as_tensor(state) for node, state in grid.node_states().items()},
+                    "nodes": {node: _as_tensor(state) for node, state in engine.node_states().items()},
+                    "collusion": grid.state_dict(),
                     "strategy": strategy.state_dict() if isinstance(strategy, FederatedStrategy) else {},
                 }
             )

@@ -15,6 +15,8 @@ from .common import console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..config import ExperimentConfig
+
 _IN_A_SCENARIO = {
     "strategies": '[strategy.{name}], and "{name}" among strategies = [...]',
     "pre-aggregators": '[[strategy.STRATEGY.before]], name = "{name}"',
@@ -56,7 +58,8 @@ def _show_scenario(screen: Console, name: str) -> None:
     from ..config import load
 
     raw, where = read_scenario(name)
-    values = load(raw, where).to_dict()
+    config = load(raw, where)
+    values = config.to_dict()
     description = values.pop("description")
     screen.print(f"scenario {values['name']}", style="bold")
     if description:
@@ -65,8 +68,24 @@ def _show_scenario(screen: Console, name: str) -> None:
         screen.print(
             f"variants: {', '.join(variants)} (fedplat run {name.partition(':')[0]}:{variants[0]} ...)"
         )
+    screen.print(_memory(config), soft_wrap=True)
     screen.print("\nWith all defaults:\n")
     screen.print(tomli_w.dumps(values), end="", soft_wrap=True)
+
+
+def _memory(config: ExperimentConfig) -> str:
+    """Say what a run will need at the server, as far as that can be known without downloading data."""
+    from ..needs import megabytes, needs_of
+
+    try:
+        needs = needs_of(config)
+    except UserError as error:
+        return f"server memory: not known, since the data is not here ({error})"
+    kept = [f"{name} keeps {megabytes(size)}" for name, size in needs.kept.items()]
+    return (
+        f"server memory: {megabytes(needs.updates)} for the updates of {needs.clients} clients with "
+        f"{needs.parameters:,} parameters" + "".join(f"; {text}" for text in kept)
+    )
 
 
 def _show_entry(screen: Console, entry: Entry) -> None:
