@@ -22,6 +22,13 @@ from .robust import (
 )
 from .selectors import AllClients, RandomFraction
 from .similarity import RFFL, FLTrust, FoolsGold
+from .subset_rules import (
+    CovarianceFilter,
+    MinimumDiameter,
+    Monna,
+    ResidualReweighting,
+    SmallestEigenvalue,
+)
 
 __all__ = [
     "RFA",
@@ -33,6 +40,7 @@ __all__ = [
     "CenteredClipping",
     "ClientReport",
     "Clipping",
+    "CovarianceFilter",
     "DivideAndConquer",
     "FLTrust",
     "FedCredit",
@@ -44,11 +52,15 @@ __all__ = [
     "Meamed",
     "Mean",
     "Median",
+    "MinimumDiameter",
+    "Monna",
     "MultiKrum",
     "NearestNeighbourMixing",
     "NormClipping",
     "RandomFraction",
+    "ResidualReweighting",
     "SignGuard",
     "SignVote",
+    "SmallestEigenvalue",
     "TrimmedMean",
 ]

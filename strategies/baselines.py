@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, CoordinateWise, mean, median, trimmed_mean
+from .aggregators import Aggregate, CoordinateWise, mean, median, trimmed_mean, weighted_median
 from .aggregators.coordinatewise import check_trim, trim_count
 from .composed import FederatedStrategy, StrategyParts
 
@@ -26,10 +26,15 @@ class MeanRule(CoordinateWise):
 
 
 class MedianRule(CoordinateWise):
-    """Coordinate-wise median of the clients' models."""
+    """Coordinate-wise median of the clients' models, weighted by their sample counts or not."""
+
+    def __init__(self, weighted: bool = False) -> None:
+        self.weighted = weighted
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the median."""
+        if self.weighted:
+            return weighted_median(updates.params, torch.from_numpy(updates.num_examples))
         return median(updates.params)
 
 
@@ -63,15 +68,16 @@ class Mean(FederatedStrategy):
 
 
 class Median(FederatedStrategy):
-    """The coordinate-wise median of the clients' models; sample counts play no part.
+    """The coordinate-wise median of the clients' models; sample counts play no part by default.
 
-    Withstands fewer than half the clients. O(n log n · d). Yin et al., ICML 2018, option I.
+    Withstands fewer than half the clients; with ``weighted=True`` those who claim less than half of all
+    samples, and a liar may claim them all. O(n log n · d). Yin et al., ICML 2018, option I.
 
         Median().start(grid, initial_arrays, num_rounds=10)
     """
 
-    def __init__(self, **parts: Unpack[StrategyParts]) -> None:
-        super().__init__(MedianRule(), **parts)
+    def __init__(self, *, weighted: bool = False, **parts: Unpack[StrategyParts]) -> None:
+        super().__init__(MedianRule(weighted), **parts)
 
 
 class TrimmedMean(FederatedStrategy):

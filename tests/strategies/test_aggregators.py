@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedplat import updates
-from fedplat.strategies.aggregators import InfeasibleError, mean, median, trimmed_mean
+from fedplat.strategies.aggregators import InfeasibleError, mean, median, trimmed_mean, weighted_median
 from fedplat.strategies.aggregators.coordinatewise import trim_count
 
 RULES = {
@@ -171,3 +171,24 @@ def test_shares_tell_whose_values_were_used() -> None:
     shares = trimmed_mean(matrix(10, 20_000), 2).weights
     assert shares.sum().item() == pytest.approx(1)
     torch.testing.assert_close(shares, torch.full((10,), 0.1, dtype=torch.float64), atol=0.02, rtol=0)
+
+
+def test_a_weighted_median_is_where_half_of_the_weight_is_reached() -> None:
+    # Trap: a midpoint is due only if exactly half lies on either side.
+    column = torch.tensor([[1.0], [2.0], [10.0]])
+    assert weighted_median(column, torch.tensor([1, 1, 3])).vector.item() == 10
+    assert median(column).vector.item() == 2
+    assert weighted_median(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 1, 2])).vector.item() == 2.5
+    assert weighted_median(torch.tensor([[3.0], [1.0]]), torch.tensor([0, 5])).vector.item() == 1
+    with pytest.raises(ValueError, match="not all zero"):
+        weighted_median(column, torch.zeros(3))
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_equal_weights_give_the_plain_median_and_whole_weights_repeated_clients(n: int) -> None:
+    x = matrix(n, 33)
+    torch.testing.assert_close(weighted_median(x, torch.full((n,), 0.25)).vector, median(x).vector)
+    counts = torch.arange(1, n + 1)
+    repeated = median(x.repeat_interleave(counts, dim=0)).vector
+    torch.testing.assert_close(weighted_median(x, counts).vector, repeated)

@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
 from fedplat.errors import UserError
 from fedplat.runtime.local import LocalGrid
 from fedplat.security.validation import ReplyRules
-from fedplat.strategies import Mean, Median, RandomFraction, TrimmedMean
+from fedplat.strategies import Krum, Mean, Median, RandomFraction, TrimmedMean
 
 from ..flower_apps import plain_app, record, replies_to, with_partition_query
 
@@ -285,3 +285,38 @@ def test_metrics_are_averaged_by_sample_count_over_those_who_sent_them_if_most_d
     ]
     _, metrics = strategy.aggregate_train(1, replies)
     assert dict(metrics or {}) == {"loss": 1.0}
+
+
+def test_a_dropped_reply_takes_its_weight_along() -> None:
+    # Trap: MUD-HoG's released code drops the vector of a NaN client and keeps its weight: 1.1.
+    strategy = Mean()
+    arrays, _ = aggregate(
+        strategy, {11: model(float("nan")), 12: model(1), 13: model(5)}, {11: 1, 12: 2, 13: 7}
+    )
+    assert arrays is not None
+    assert arrays["w"].numpy().tolist() == pytest.approx([37 / 9] * 2)  # 4.1111
+
+
+def test_counters_and_statistics_play_no_part_in_distances() -> None:
+    # Trap: counters of 100 and 5000 add 24,010,000 to a squared distance and decide Krum alone.
+    def with_counter(w: float, count: int, mean: float) -> ArrayRecord:
+        return record(
+            **{
+                "w": np.full(2, w, np.float32),
+                "bn.running_mean": np.array([mean], np.float32),
+                "bn.num_batches_tracked": np.array(count, np.int64),
+            }
+        )
+
+    strategy = Krum(f=1)
+    nodes = (11, 12, 13, 14, 15)
+    start = with_counter(0, 0, 0)
+    messages = list(strategy.configure_train(1, start, ConfigRecord(), SilentGrid(nodes)))
+    sent = dict(
+        zip(nodes, [(0, 100, 0), (1, 5000, 900), (1.1, 100, 0), (0.9, 100, 5), (9, 100, 0)], strict=True)
+    )
+    arrays, _ = strategy.aggregate_train(
+        1, replies_to(messages, {n: with_counter(*v) for n, v in sent.items()})
+    )
+    assert arrays is not None
+    assert arrays["w"].numpy().tolist() == [1, 1]

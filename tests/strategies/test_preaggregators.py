@@ -11,8 +11,7 @@ from scipy import stats
 
 from fedplat import updates as updates_module
 from fedplat.arrays import FlatArrays, Layout
-from fedplat.strategies import Krum
-from fedplat.strategies.aggregators import Aggregate, Aggregator, InfeasibleError, krum, mean, median
+from fedplat.strategies.aggregators import Aggregate, Aggregator, InfeasibleError, mean, median
 from fedplat.strategies.aggregators.mixing import (
     adaptive_bound,
     bucketing,
@@ -84,26 +83,26 @@ def test_buckets_hold_every_client_once_and_a_row_is_a_mean(n: int, size: int, s
     mixing = bucketing(n, size, np.random.default_rng(0))
     assert sorted((mixing > 0).sum(dim=1).tolist()) == sizes
     assert (mixing > 0).sum(dim=0).tolist() == [1] * n
-    torch.testing.assert_close(mixing.sum(dim=1), torch.ones(len(sizes), dtype=torch.float64))
+    assert mixing.sum(dim=1).tolist() == pytest.approx([1] * len(sizes))
 
 
 def test_buckets_follow_the_generator_and_differ_between_draws() -> None:
     draws = [bucketing(20, 2, np.random.default_rng(seed)) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
-
-
-def test_every_pair_meets_in_a_bucket_equally_often() -> None:
-    met = sum(
-        (m := bucketing(6, 2, np.random.default_rng(i)) > 0).double().t() @ m.double() for i in range(900)
-    )
-    pairs = met[~torch.eye(6, dtype=torch.bool)]
-    assert (pairs / 900 - 1 / 5).abs().max() < 0.06
-
-
-def test_a_bucket_of_nobody_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one client"):
         bucketing(4, 0, np.random.default_rng(0))
+
+
+def test_a_rule_that_used_nobody_still_used_nobody() -> None:
+    class Nobody(Aggregator):
+        def __call__(self, updates: ClientUpdates) -> Aggregate:
+            n = len(updates)
+            return Aggregate(updates.reference, torch.zeros(n).double(), torch.zeros(n, dtype=torch.bool))
+
+    result = Preprocessed(Nobody(), [NearestNeighbourMixing(), Clipping()])(updates_of(matrix(5, 3)))
+    assert result.weights.tolist() == [0] * 5
+    assert not result.accepted.any()
 
 
 @pytest.mark.parametrize(("n", "f"), [(5, 1), (9, 3), (8, 0)])
@@ -284,12 +283,6 @@ def test_equal_clients_and_a_single_client_give_that_update(step: PreAggregator)
         assert result.weights.sum().item() == pytest.approx(1)
 
 
-def test_zero_updates_are_no_trouble(step: PreAggregator) -> None:
-    result = Preprocessed(MedianRule(), [step])(updates_of(torch.zeros(6, 4), 2.0))
-    assert result.vector.tolist() == [2] * 4
-    assert result.weights.sum().item() == pytest.approx(1)
-
-
 def test_shares_say_what_the_new_model_is_made_of() -> None:
     x = matrix(10, 50)
     steps = [NearestNeighbourMixing(f=2), Bucketing(size=3)]
@@ -405,11 +398,3 @@ def test_mixing_and_clipping_bring_a_rule_nearer_the_honest_mean_under_attack() 
     plain = MeanRule(weighted=False)
     assert miss(Preprocessed(plain, [AdaptiveClipping(f=2)])) < 0.4 * miss(plain)
     assert miss(Preprocessed(plain, [Clipping(bound=20.0)])) < 0.4 * miss(plain)
-
-
-def test_a_strategys_rule_can_be_put_behind_steps() -> None:
-    x = matrix(9, 20)
-    strategy = Krum(f=2)
-    result = Preprocessed(strategy.aggregator, [NearestNeighbourMixing()])(updates_of(x))
-    expected = krum(mixed(x, nearest_neighbours(x, 2)), 2)
-    torch.testing.assert_close(result.vector, expected.vector)
