@@ -66,6 +66,8 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "Allouah et al., ICML 2023"),
         ("residual-reweighting", "subset_rules:ResidualReweighting", "weights by residuals from a robust line",
          "Fu et al., 2019"),
+        ("mud-hog", "mud_hog:MudHog", "long and short histories of updates tell attackers apart",
+         "Gupta et al., ESORICS 2022; partly inferred"),
         ("fed-credit", "fed_credit:FedCredit", "mean weighted by an earned credibility",
          "Chen et al., 2024 (arXiv 2405.11758); formulas partly inferred"),
     ),

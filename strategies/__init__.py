@@ -9,6 +9,7 @@ from .baselines import Mean, Median, TrimmedMean
 from .composed import ClientReport, FederatedStrategy
 from .fed_credit import FedCredit
 from .filtering import DivideAndConquer, Flame, SignGuard, SignVote
+from .mud_hog import MudHog
 from .preaggregators import AdaptiveClipping, Bucketing, Clipping, NearestNeighbourMixing
 from .robust import (
     RFA,
@@ -54,6 +55,7 @@ __all__ = [
     "Median",
     "MinimumDiameter",
     "Monna",
+    "MudHog",
     "MultiKrum",
     "NearestNeighbourMixing",
     "NormClipping",

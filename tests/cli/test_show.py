@@ -17,7 +17,7 @@ def test_a_shown_scenario_is_a_whole_configuration(name: str, capsys: pytest.Cap
     assert main(["show", name]) == 0
     shown = tomllib.loads(capsys.readouterr().out.split("With all defaults:\n")[1])
     assert load(shown, "shown").digest() == load(*read_scenario(name)).digest()
-    assert shown["training"]["weight_decay"] == 0.0
+    assert shown["training"]["nesterov"] is False
 
 
 def test_a_scenario_file_of_ones_own_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +74,26 @@ def test_annotations_are_told_in_words(annotation: object, kind: str, allowed: s
 
 def test_the_meaning_of_a_setting_is_its_description() -> None:
     assert describe(Annotated[int, Field(ge=1, description="samples per step")]).meaning == "samples per step"
+
+
+def test_a_scenario_is_shown_with_the_memory_that_its_strategies_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'rounds = 2\nstrategies = ["mean", "foolsgold"]\ndata.name = "digits"\nmodel.name = "softmax"\n'
+        'partition = {name = "iid", clients = 100}\n'
+    )
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    # 100 clients x (64 x 10 + 10) parameters x 4 bytes, for the round and again for the sums of updates.
+    assert "0.3 MB for the updates of 100 clients with 650 parameters; foolsgold keeps 0.3 MB\n" in shown
+
+
+def test_without_the_data_a_scenario_is_shown_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FEDPLAT_DATA", raising=False)
+    monkeypatch.setenv("FEDPLAT_CACHE", str(tmp_path))
+    assert main(["show", "mnist-clean"]) == 0
+    assert "server memory: not known, since the data is not here" in capsys.readouterr().out
