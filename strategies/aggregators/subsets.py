@@ -59,8 +59,11 @@ def most_smea(clients: int) -> int:
     >>> most_smea(10), most_smea(20), most_smea(40)
     (4, 5, 3)
     """
-    counts = range((clients - 1) // 2 + 1)
-    return max((f for f in counts if math.comb(clients, f) <= SMEA_MOST_SUBSETS), default=-1)
+    f = -1
+    # C(n, f) rises up to f = n/2, so the first that is too large ends the search.
+    while 2 * (f + 1) < clients and math.comb(clients, f + 1) <= SMEA_MOST_SUBSETS:
+        f += 1
+    return f
 
 
 def minimum_diameter(matrix: torch.Tensor, f: int) -> Aggregate:

@@ -92,7 +92,7 @@ def test_options_reach_the_configuration(fake: Fake) -> None:
 
 def test_settings_of_strategies_that_are_not_run_do_not_matter(fake: Fake) -> None:
     assert main(["run", "quickstart", "--set", "rounds=1", "--strategy", "median"]) == 0
-    assert fake.calls[0]["config"].to_dict()["strategy"] == {"median": {}}
+    assert fake.calls[0]["config"].to_dict()["strategy"] == {"median": {"weighted": False}}
 
 
 def test_quiet_prints_only_where_the_results_are(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_list_of_a_kind_lists_only_that(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "sign-flip" in output
     assert "Li et al., AAAI 2019" in output
-    assert "median" not in output
+    assert "multi-krum" not in output
 
 
 @pytest.mark.parametrize(
