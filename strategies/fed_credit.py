@@ -134,9 +134,10 @@ class FedCredit(FederatedStrategy):
     attack gets through), ``order`` (old weighs by the credibility before this round) and ``similarity``
     (update compares updates with their median, which equal lies of many clients can win).
 
-    It does not see two things. A cosine ignores length, so scaled models pass: ``clip_norm`` bounds every
-    update by the median length. And sample counts are believed: ``base="equal"`` leaves them out. It needs an
-    honest majority in every round. Chen et al., 2024, arXiv 2405.11758.
+    It does not see two things. A cosine ignores length, so 100·wᵢ passes for wᵢ (an enlarged update turns the
+    model and may be seen): ``clip_norm`` bounds every update by the median length. And sample counts are
+    believed: ``base="equal"`` leaves them out. It needs an honest majority in every round. Chen et al., 2024,
+    arXiv 2405.11758.
 
         FedCredit().start(grid, initial_arrays, num_rounds=10)
     """

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from ..registry import Setting, settings
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ def describe(annotation: Any) -> Description:
             f"list of {item.type}", f"each {item.allowed}" if item.allowed else "", item.meaning
         )
     if isinstance(origin, type) and issubclass(origin, Mapping):
+        return Description("table")
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return Description("table")
     return Description(_NAMES.get(annotation) or str(getattr(annotation, "__name__", annotation)))
 

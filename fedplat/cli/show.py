@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..config import ExperimentConfig
 
+_ROLE = re.compile(r":(?:func|class|meth|mod):`([^`]+)`")
 _IN_A_SCENARIO = {
     "strategies": '[strategy.{name}], and "{name}" among strategies = [...]',
     "pre-aggregators": '[[strategy.STRATEGY.before]], name = "{name}"',
@@ -98,7 +100,7 @@ def _show_entry(screen: Console, entry: Entry) -> None:
     screen.print(f"code:   {entry.target}", soft_wrap=True)
     screen.print(f"in a scenario: {_IN_A_SCENARIO[entry.kind].format(name=entry.name)}")
     if documentation := inspect.getdoc(target):
-        screen.print(f"\n{documentation}")
+        screen.print("\n" + _ROLE.sub(r"\1", documentation))
     rows = all_settings(entry.kind, target)
     screen.print()
     screen.print(setting_table(rows) if rows else "It has no settings.")
