@@ -118,7 +118,7 @@ def run_strategy(
         if log.started:
             checkpoint = log.load_checkpoint()
             done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
-            grid.load_state_dict(checkpoint["collusion"])
+            grid.load_state_dict(checkpoint.get("collusion", {}))
             engine.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
             if isinstance(strategy, FederatedStrategy):
                 strategy.load_state_dict(checkpoint["strategy"])

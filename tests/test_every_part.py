@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,34 @@ def test_every_pre_aggregator_runs_before_a_rule(name: str, tmp_path: Path) -> N
     tables = {"krum": {"f": 1, "before": [{"name": name}]}}
     _, summary = run(tmp_path, strategies=["krum"], strategy=tables)
     assert summary["strategies"]["krum"]["accuracy"] > 0.3
+
+
+class Impatient(Display):
+    """Stops the run as Ctrl-C does, after some rounds."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def round(self, strategy: str, record: Mapping[str, Any]) -> None:
+        if record["round"] == self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["fed-credit", "mud-hog", "rffl", "foolsgold", "dnc", "flame"])
+def test_what_a_rule_and_colluders_remember_survives_an_interruption(name: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "strategies": [name],
+        "rounds": 6,
+        "attacks": [{"name": "mimic", "count": 2}, {"name": "gaussian-noise", "count": 2, "start": 3}],
+    }
+    config = load({**BASE, **changes}, "every")
+    once, twice = (RunFolder.open(tmp_path / part, config, resume=False) for part in ("once", "twice"))
+    experiment.run(config, once, workers=1, device="cpu", observer=Display())
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(config, twice, workers=1, device="cpu", observer=Impatient(4))
+    again = RunFolder.open(tmp_path / "twice", config, resume=True)
+    experiment.run(config, again, workers=1, device="cpu", observer=Display())
+    for file in ("clients.jsonl", "model.pt"):
+        assert (tmp_path / "once" / name / file).read_bytes() == (
+            tmp_path / "twice" / name / file
+        ).read_bytes()
