@@ -18,7 +18,7 @@ from .aggregators import Aggregate, Aggregator, mean, median
 from .aggregators import hog_detection as detect
 from .aggregators import hog_standing as hog
 from .aggregators.credibility import cosines
-from .aggregators.distances import distances_to
+from .aggregators.distances import distances_to, scalar_products
 from .aggregators.history import Histories, HistoryDtype
 from .composed import FederatedStrategy, StrategyParts
 
@@ -120,7 +120,7 @@ class MudHogRule(Aggregator):
         """Return who adds noise, who could be judged, and the radius used."""
         settings, nobody = self.settings, np.zeros(len(rest), bool)
         rows = np.flatnonzero(rest)
-        gram = detect.products(short, torch.from_numpy(rows))
+        gram = scalar_products(short, torch.from_numpy(rows)).numpy()
         between = detect.distances(gram)
         eps = settings.eps
         if eps is None:
@@ -151,7 +151,7 @@ class MudHogRule(Aggregator):
         """Return who follows an aim of their own, and how far apart they stand."""
         suspects = np.zeros(len(among), bool)
         rows = np.flatnonzero(among)
-        gram = detect.products(self.histories.long, torch.from_numpy(slots[rows]))
+        gram = scalar_products(self.histories.long, torch.from_numpy(slots[rows])).numpy()
         if self.released:
             suspects[rows] = detect.minority(detect.two_groups(gram), len(rows), even=True)
             return suspects, float("nan")

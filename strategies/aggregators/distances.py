@@ -7,6 +7,19 @@ import torch
 from fedplat.updates import column_chunks
 
 
+def scalar_products(matrix: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ⟨xᵢ, xⱼ⟩ (m, m) float64 of the rows of a matrix (n, d), or of some of them (m,), symmetric.
+
+    O(m²·d) time; a few megabytes besides the input.
+    """
+    m, d = len(matrix) if rows is None else len(rows), matrix.shape[1]
+    gram = torch.zeros(m, m, dtype=torch.float64)
+    for start, stop in column_chunks(m, d):
+        chunk = (matrix[:, start:stop] if rows is None else matrix[rows, start:stop]).double()
+        gram += chunk @ chunk.t()
+    return (gram + gram.t()) / 2
+
+
 def squared_distances(matrix: torch.Tensor) -> torch.Tensor:
     """Return ‖xᵢ − xⱼ‖² (n, n) float64, symmetric, zero on the diagonal, never negative.
 
@@ -14,16 +27,9 @@ def squared_distances(matrix: torch.Tensor) -> torch.Tensor:
     by a ten-thousandth of their length come out at distances of zero and below. O(n²·d) time; a few
     megabytes besides the input.
     """
-    n, d = matrix.shape
-    gram = torch.zeros(n, n, dtype=torch.float64)
-    for start, stop in column_chunks(n, d):
-        chunk = matrix[:, start:stop].double()
-        gram += chunk @ chunk.t()
+    gram = scalar_products(matrix)
     norms = gram.diagonal()
-    squared = (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0)
-    squared = (squared + squared.t()) / 2
-    squared.fill_diagonal_(0)
-    return squared
+    return (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0).fill_diagonal_(0)
 
 
 def distances_to(matrix: torch.Tensor, point: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from fedplat.updates import column_chunks
-
 from .base import Aggregate
 from .coordinatewise import mean
+from .distances import scalar_products
 
 _TINY = 1e-300
 _ROUNDING = 1e-9  # a client less distinct than this from another has sent the same, up to rounding
@@ -25,11 +24,7 @@ def pairwise_cosines(matrix: torch.Tensor) -> torch.Tensor:
     >>> pairwise_cosines(torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]))[0].tolist()
     [1.0, 0.0, -1.0]
     """
-    n, d = matrix.shape
-    gram = torch.zeros(n, n, dtype=torch.float64)
-    for start, stop in column_chunks(n, d):
-        chunk = matrix[:, start:stop].double()
-        gram += chunk @ chunk.t()
+    gram = scalar_products(matrix)
     norms = gram.diagonal().sqrt()
     cosines = (gram / norms[:, None].clamp(min=_TINY) / norms[None, :].clamp(min=_TINY)).clamp_(-1, 1)
     cosines = (cosines + cosines.t()) / 2

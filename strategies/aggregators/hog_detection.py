@@ -31,15 +31,6 @@ def centre(matrix: torch.Tensor, members: Mask) -> torch.Tensor:
     return torch.cat([median(matrix[rows, a:b]).vector for a, b in column_chunks(n, d)])
 
 
-def products(matrix: torch.Tensor, rows: torch.Tensor) -> Floats:
-    """Return ⟨xᵢ, xⱼ⟩ (m, m) of some rows (m,) of a matrix (n, d), accumulated in float64. O(m²·d)."""
-    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    for start, stop in column_chunks(len(rows), matrix.shape[1]):
-        chunk = matrix[rows, start:stop].double()
-        gram += chunk @ chunk.t()
-    return ((gram + gram.t()) / 2).numpy()
-
-
 def directions(gram: Floats) -> Floats:
     """Return the products (n, n) of the vectors scaled to length 1, from those of the vectors; zeros stay."""
     norms = np.sqrt(gram.diagonal())

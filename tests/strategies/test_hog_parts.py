@@ -10,6 +10,7 @@ from sklearn.metrics import silhouette_samples
 
 from fedplat.strategies.aggregators import hog_detection as detect
 from fedplat.strategies.aggregators import median
+from fedplat.strategies.aggregators.distances import scalar_products
 from fedplat.strategies.aggregators.history import Histories
 from fedplat.strategies.aggregators.hog_standing import (
     ADDITIVE_NOISE,
@@ -104,7 +105,7 @@ def test_another_number_of_parameters_is_refused() -> None:
 
 
 def gram(x: np.ndarray) -> np.ndarray:
-    return detect.products(torch.from_numpy(x), torch.arange(len(x)))
+    return scalar_products(torch.from_numpy(x)).numpy()
 
 
 def test_the_gap_is_cut_in_its_middle_and_needs_two_values() -> None:
