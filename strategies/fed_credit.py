@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
@@ -20,29 +21,29 @@ from .composed import FederatedStrategy, StrategyParts
 _START = 1.0
 
 
+@dataclass(frozen=True)
+class CreditSettings:
+    """The rule's parameters; :class:`FedCredit` explains them."""
+
+    alpha: float
+    decay: float
+    attitude: Attitude
+    k: float
+    rho: float
+    gamma: float
+    history: History
+    mix: Mix
+    order: Literal["new", "old"]
+    similarity: Literal["model", "update"]
+    base: Literal["samples", "equal"]
+    clip_norm: bool
+
+
 class CredibilityRule(Aggregator):
     """Mean weighted by credibility and sample count; remembers each node's credibility."""
 
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        decay: float,
-        attitude: Attitude,
-        k: float,
-        rho: float,
-        gamma: float,
-        history: History,
-        mix: Mix,
-        order: Literal["new", "old"],
-        similarity: Literal["model", "update"],
-        base: Literal["samples", "equal"],
-        clip_norm: bool,
-    ) -> None:
-        self.alpha, self.mix, self.order, self.base = alpha, mix, order, base
-        self.decay, self.history = decay, history
-        self.attitude, self.k, self.rho, self.gamma = attitude, k, rho, gamma
-        self.similarity, self.clip_norm = similarity, clip_norm
+    def __init__(self, settings: CreditSettings) -> None:
+        self.settings = settings
         self.credibility: dict[int, float] = {}
         self.last_similarity: dict[int, float] = {}
 
@@ -54,18 +55,20 @@ class CredibilityRule(Aggregator):
         last = [self.last_similarity.get(node, math.nan) for node in nodes]
         added = attitudes(
             similarity,
-            self.attitude,
-            k=self.k,
-            rho=self.rho,
-            gamma=self.gamma,
+            self.settings.attitude,
+            k=self.settings.k,
+            rho=self.settings.rho,
+            gamma=self.settings.gamma,
             previous=torch.tensor(last, dtype=torch.float64),
         )
-        after = updated(before, added, self.decay, self.history)
+        after = updated(before, added, self.settings.decay, self.settings.history)
         self._remember(updates, similarity, after)
         shares = shares_of(
-            torch.from_numpy(updates.num_examples) if self.base == "samples" else None, len(nodes)
+            torch.from_numpy(updates.num_examples) if self.settings.base == "samples" else None, len(nodes)
         )
-        weights = mixed(shares, after if self.order == "new" else before, self.alpha, self.mix)
+        weights = mixed(
+            shares, after if self.settings.order == "new" else before, self.settings.alpha, self.settings.mix
+        )
         return Aggregate(
             self._combined(updates, weights),
             weights,
@@ -75,7 +78,7 @@ class CredibilityRule(Aggregator):
         )
 
     def _similarity(self, updates: ClientUpdates) -> torch.Tensor:
-        if self.similarity == "model":
+        if self.settings.similarity == "model":
             return cosines(updates.params, updates.reference)
         deltas = updates.deltas()
         return cosines(deltas, median(deltas).vector)
@@ -83,18 +86,18 @@ class CredibilityRule(Aggregator):
     def _remember(self, updates: ClientUpdates, similarity: torch.Tensor, after: torch.Tensor) -> None:
         """Note the credibilities; a refused reply counts as dissimilar, an absent client only decays."""
         nodes = updates.node_ids.tolist()
-        worst = -self.rho if self.attitude in ("mean", "prev", "signed_mad") else 0.0
+        worst = -self.settings.rho if self.settings.attitude in ("mean", "prev", "signed_mad") else 0.0
         for node in updates.refused:
             self.credibility.setdefault(node, _START)
         for node in self.credibility.keys() - set(nodes):
             old = torch.tensor(self.credibility[node], dtype=torch.float64)
             change = torch.tensor(worst if node in updates.refused else 0.0, dtype=torch.float64)
-            self.credibility[node] = float(updated(old, change, self.decay, self.history))
+            self.credibility[node] = float(updated(old, change, self.settings.decay, self.settings.history))
         self.credibility |= zip(nodes, after.tolist(), strict=True)
         self.last_similarity |= zip(nodes, similarity.tolist(), strict=True)
 
     def _combined(self, updates: ClientUpdates, weights: torch.Tensor) -> torch.Tensor:
-        if not self.clip_norm:
+        if not self.settings.clip_norm:
             return weighted_sum(updates.params, weights, torch.float32)
         norms = torch.from_numpy(updates.update_norms)
         clipped = weights * (float(np.median(updates.update_norms)) / norms.clamp(min=1e-300)).clamp(max=1)
@@ -159,18 +162,7 @@ class FedCredit(FederatedStrategy):
         clip_norm: bool = False,
         **parts: Unpack[StrategyParts],
     ) -> None:
-        rule = CredibilityRule(
-            alpha=alpha,
-            decay=decay,
-            attitude=attitude,
-            k=k,
-            rho=rho,
-            gamma=gamma,
-            history=history,
-            mix=mix,
-            order=order,
-            similarity=similarity,
-            base=base,
-            clip_norm=clip_norm,
+        settings = CreditSettings(
+            alpha, decay, attitude, k, rho, gamma, history, mix, order, similarity, base, clip_norm
         )
-        super().__init__(rule, **parts)
+        super().__init__(CredibilityRule(settings), **parts)
