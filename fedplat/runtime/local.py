@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -170,21 +170,27 @@ class LocalGrid(Grid):
         After ``timeout`` seconds the missing replies are given up: their clients are stopped, their state
         stays as it was, and the replies that did arrive are returned.
         """
+        return self.collect(self.push_messages(messages), timeout)
+
+    def collect(self, message_ids: Sequence[str], timeout: float | None = None) -> list[Message]:
+        """Wait for the replies to pushed messages and return them, in the order of the ids.
+
+        What is missing after ``timeout`` seconds is given up, as in :meth:`send_and_receive`.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        ids = self.push_messages(messages)
-        missing = set(ids)
+        missing = set(message_ids)
         try:
             while missing := {i for i in missing if i not in self._done}:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     log.warning(
-                        "%d of %d replies did not arrive within %g s", len(missing), len(ids), timeout
+                        "%d of %d replies did not arrive within %g s", len(missing), len(message_ids), timeout
                     )
                     break
                 self._work(left)
         finally:
             self._abandon(missing)
-        return [self._done.pop(i) for i in ids if i in self._done]
+        return [self._done.pop(i) for i in message_ids if i in self._done]
 
     # What the rest of fedplat uses -------------------------------------------------------------------------
 
