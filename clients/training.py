@@ -126,7 +126,8 @@ def train_one(
             if samples is None:
                 continue
             model.zero_grad()
-            loss = loss_fn(model(samples[0]), samples[1])
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
+                loss = loss_fn(model(samples[0]).float(), samples[1])
             (loss if loss_factor == 1 else loss_factor * loss).backward()
             if training.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_([model.params], training.max_grad_norm)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,9 +18,11 @@ from flwr.serverapp.strategy import Strategy
 
 from . import models, registry
 from .arrays import FlatArrays
-from .clients.app import ClientTask, make_client_app
+from .clients.app import make_client_app
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
 from .clients.collusion_grid import CollusionGrid
+from .clients.stacked.execution import Execution, known_execution, measured_execution
+from .clients.task import ClientTask
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
@@ -43,6 +45,10 @@ from .verdicts import HONEST, is_malicious
 class Observer(Protocol):
     """Is told how a run goes on; ``record`` is the line that was just added to ``rounds.jsonl``."""
 
+    def note(self, text: str) -> None:
+        """Something is worth knowing before the first strategy starts."""
+        ...
+
     def begin(self, strategy: str, done: int, total: int) -> None:
         """A strategy starts, or goes on after ``done`` rounds."""
         ...
@@ -64,6 +70,7 @@ class Situation:
     task: ClientTask
     initial: ArrayRecord
     evaluate_fn: EvaluateFn
+    execution: Execution | None = None
 
     @property
     def num_clients(self) -> int:
@@ -72,15 +79,25 @@ class Situation:
 
 
 def run(
-    config: ExperimentConfig, folder: RunFolder, *, workers: int | None, device: str, observer: Observer
+    config: ExperimentConfig,
+    folder: RunFolder,
+    *,
+    workers: int | None,
+    device: str,
+    observer: Observer,
+    group_size: int | None = None,
 ) -> None:
     """Run every strategy that the folder does not hold finished; each starts or goes on where it stopped.
 
-    The results do not depend on ``workers``. Ctrl-C passes through as KeyboardInterrupt, with everything up
-    to the last full round on disk.
+    The results do not depend on ``workers``. ``group_size`` is how many clients a worker trains at once; None
+    lets a short trial decide, or the folder if the run goes on. Ctrl-C passes through as KeyboardInterrupt,
+    with everything up to the last full round on disk.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)
     situation = build_situation(config, device)
+    execution = execution_for(situation.task, folder, group_size)
+    situation = replace(situation, execution=execution)
+    observer.note(f"clients: {execution.summary()}")
     strategies = {name: build_strategy(config, name, situation) for name in config.strategies}
     folder.describe(
         device=situation.task.device,
@@ -90,6 +107,7 @@ def run(
         samples_per_client=[len(part) for part in situation.task.parts],
         attackers={str(client): attack.label for client, attack in sorted(situation.task.attacks.items())},
         parameters=FlatArrays.of_record(situation.initial).layout.num_params,
+        execution={**asdict(execution), "summary": execution.summary()},
     )
     for name, strategy in strategies.items():
         log = folder.log(name)
@@ -111,7 +129,8 @@ def run_strategy(
     """Run one strategy to the end, from its checkpoint if there is one."""
     config, arrays, done = situation.config, situation.initial, -1
     workers = 0 if situation.task.device != "cpu" else workers
-    with LocalGrid(make_client_app(situation.task), situation.num_clients, workers=workers) as engine:
+    app = make_client_app(situation.task, situation.execution)
+    with LocalGrid(app, situation.num_clients, workers=workers) as engine:
         clients = {node: client for client, node in enumerate(engine.get_node_ids())}
         attacks = {node: attack for node, c in clients.items() if (attack := situation.task.attacks.get(c))}
         grid = CollusionGrid(engine, attacks, clients)
@@ -198,6 +217,25 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
         last=config.rounds,
     )
     return Situation(config, task, initial.to_record(), evaluate_fn)
+
+
+def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -> Execution:
+    """Return how clients are trained; a run that goes on does it as before, and ends with the same bits.
+
+    Raises UserError if a run that goes on is told another size of group, where that changes results.
+    """
+    common = task.build_model, task.training, task.sample()
+    chosen = known_execution(*common, group_size)
+    if began := folder.environment.get("execution"):
+        before = Execution(**{name: value for name, value in began.items() if name != "summary"})
+        if chosen is None or chosen == before:
+            return before
+        if not (chosen.exact and before.exact and chosen.stacked == before.stacked):
+            raise UserError(
+                f"{folder.path} was begun with --group-size {before.group}, which its results depend on in "
+                f"their last digits; go on with that, or give another folder with --out"
+            )
+    return chosen or measured_execution(*common, task.device, default_cache())
 
 
 def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:

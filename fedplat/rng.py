@@ -27,6 +27,11 @@ def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     return np.random.default_rng(seed_sequence(seed, purpose, *keys))
 
 
+def torch_seed(seed: int, purpose: str, *keys: int) -> int:
+    """Return the seed that :func:`seeded_torch` gives torch's generators for one purpose."""
+    return int(seed_sequence(seed, purpose, *keys).generate_state(1, np.uint64)[0])
+
+
 @contextmanager
 def seeded_torch(seed: int, purpose: str, *keys: int) -> Iterator[None]:
     """Seed torch's CPU and current CUDA generators inside the block and put their states back after it.
@@ -36,7 +41,7 @@ def seeded_torch(seed: int, purpose: str, *keys: int) -> Iterator[None]:
     """
     import torch
 
-    value = int(seed_sequence(seed, purpose, *keys).generate_state(1, np.uint64)[0])
+    value = torch_seed(seed, purpose, *keys)
     with torch.random.fork_rng(
         devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     ):

@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from .arrays import FlatArrays
-from .clients.app import ClientTask
+from .clients.task import ClientTask
 from .clients.training import train_one
 from .errors import UserError
 from .models.flat import FlatModel

@@ -30,6 +30,10 @@ class LocalTraining(BaseModel):
         float | None, Field(gt=0, description="scale longer gradients down to this L2 norm")
     ] = None
 
+    precision: Annotated[
+        Literal["float32", "bf16"], Field(description="bf16: the layers compute in bfloat16, weights do not")
+    ] = "float32"
+
     @model_validator(mode="after")
     def _momentum_fits(self) -> Self:
         if self.optimizer == "adam" and (self.momentum or self.nesterov):

@@ -113,6 +113,12 @@ class Attack:
         """Return what the training loss is multiplied by; −1 climbs it."""
         return 1.0
 
+    @property
+    def only_on_data(self) -> bool:
+        """Whether the attack touches nothing but the samples: the training itself is then an honest one."""
+        kind, hooks = type(self), ("on_training", "on_batch", "loss_factor", "__call__")
+        return all(getattr(kind, hook) is getattr(Attack, hook) for hook in hooks)
+
     def goal(self) -> Mapping[int, int]:
         """Return which class (by true class) the attack wants predicted; its success rate is judged by it."""
         return {}

@@ -63,6 +63,15 @@ def run(
     engine: Annotated[
         str, typer.Option("--engine", metavar="|".join(ENGINES), help="What runs the clients.")
     ] = "local",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            "--group-size",
+            min=1,
+            help="Clients that a worker trains at once.",
+            show_default="by a short trial",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but where the results are.")] = False,
 ) -> None:
@@ -95,9 +104,13 @@ def run(
     try:
         known = {name: folder.rounds(name) for name in config.strategies}
         with sigterm_as_interrupt(), display(config.rounds, known, terminal, quiet) as observer:
-            experiment.run(config, folder, workers=workers, device=device, observer=observer)
+            experiment.run(
+                config, folder, workers=workers, device=device, observer=observer, group_size=group_size
+            )
     except KeyboardInterrupt as stop:
-        command = resume_command(scenario, strategy, overrides, path, seed, workers, device, engine, quiet)
+        command = resume_command(
+            scenario, strategy, overrides, path, seed, workers, device, engine, group_size, quiet
+        )
         print(f"stopped; every full round is saved in {path}. To go on:\n  {command}", file=sys.stderr)
         raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
     finished = RunFolder.existing(path)
@@ -113,12 +126,13 @@ def resume_command(
     workers: int | None,
     device: str,
     engine: str,
+    group_size: int | None,
     quiet: bool,
 ) -> str:
     """Return the command line that goes on with a stopped run, quoted for a shell.
 
-    >>> resume_command("quickstart", ["mean"], ["model.hidden=[8]"], Path("a"), 3, 2, "auto", "local", False)
-    "fedplat run quickstart --strategy mean --set 'model.hidden=[8]' --seed 3 --workers 2 --out a --resume"
+    >>> resume_command("mine", ["mean"], ["model.hidden=[8]"], Path("a"), 3, 2, "auto", "local", None, False)
+    "fedplat run mine --strategy mean --set 'model.hidden=[8]' --seed 3 --workers 2 --out a --resume"
     """
     words = ["fedplat", "run", scenario]
     words += [word for value in strategy or () for word in ("--strategy", value)]
@@ -127,6 +141,7 @@ def resume_command(
     words += [] if workers is None else ["--workers", str(workers)]
     words += [] if device == "auto" else ["--device", device]
     words += [] if engine == "local" else ["--engine", engine]
+    words += [] if group_size is None else ["--group-size", str(group_size)]
     words += ["--quiet"] if quiet else []
     return shlex.join([*words, "--out", str(path), "--resume"])
 

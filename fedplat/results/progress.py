@@ -24,6 +24,9 @@ Clock = Callable[[], float]
 class Display:
     """An observer of a run that may own part of the screen inside its ``with`` block; this one is silent."""
 
+    def note(self, text: str) -> None:
+        """Something is worth knowing before the first strategy starts."""
+
     def begin(self, strategy: str, done: int, total: int) -> None:
         """A strategy starts, or goes on after ``done`` rounds."""
 
@@ -142,6 +145,10 @@ class Lines(Display):
         self._tracks = tracks
         self._console = console
 
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._print(text)
+
     def begin(self, strategy: str, done: int, total: int) -> None:
         """Say if a strategy goes on or was done."""
         self._tracks[strategy].begin(done, total)
@@ -191,6 +198,10 @@ class Bars(Display):
         self._tracks = tracks
         self._console = console
         self._live: Live | None = None
+
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(text, soft_wrap=True, highlight=False)
 
     def begin(self, strategy: str, done: int, total: int) -> None:
         """Show the bars."""

@@ -15,7 +15,7 @@ from .summary import write_summary
 _MOST_ROWS = 100
 _MOST_REASONS = 3
 _WHO_AND_WHEN = ("fraction", "count", "clients", "richest_in", "start", "on", "off")
-_SAID_ELSEWHERE = ("samples_per_client", "attackers", "classes", "parameters", "data_note")
+_SAID_ELSEWHERE = ("execution", "samples_per_client", "attackers", "classes", "parameters", "data_note")
 
 
 def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         "Partition": _part("partitions", partition),
         "Model": _part("models", config["model"]) + _parameters(environment),
         "Local training": _settings(config["training"]),
+        **({"Execution": execution["summary"]} if (execution := environment.get("execution")) else {}),
         "Who takes part": _part("selectors", config["selection"]),
     }
     for index, attack in enumerate(config.get("attacks") or [], start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -24,9 +25,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from ..compat import ErrorCode, Run, set_task_identity
-from .batch import Batch, Job
+from .batch import Batch
 from .buffers import BufferPool, SharedBuffer
-from .worker import ClientRunner, Outcome, worker_main
+from .units import Planner, Unit, without
+from .worker import ClientRunner, Outcome, Task, worker_main
 
 log = logging.getLogger("fedplat")
 
@@ -37,6 +39,7 @@ _QUEUE_AHEAD_BYTES = (
     32_768  # two such tasks fit a socket's buffer, so queueing one can never block the server
 )
 _QUEUE_AHEAD_SECONDS = 0.02
+_TASK_BYTES = 1024  # of a task without its state, generously
 
 
 def available_cores() -> int:
@@ -45,12 +48,12 @@ def available_cores() -> int:
 
 
 class _Worker:
-    """The server's end of one worker process; ``jobs`` are sent and unanswered, the first one is running."""
+    """The server's end of one worker process; ``units`` are sent and unanswered, the first one is running."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process = process
         self.connection = connection
-        self.jobs: deque[Job] = deque()
+        self.units: deque[Unit] = deque()
         self.batch: Batch | None = None
         self.known_contents: set[int] = set()
         self.known_buffers: set[int] = set()
@@ -111,10 +114,11 @@ class LocalGrid(Grid):
         self._states: dict[int, bytes] = dict.fromkeys(self._node_configs, b"")
         self._pool = BufferPool()
         self._workers: list[_Worker] = []
-        self._queue: deque[Job] = deque()
+        # One queue per worker; a worker whose own is empty takes from the end of another's.
+        self._queues: list[deque[Unit]] = [deque() for _ in range(max(self._num_workers, 1))]
         self._done: dict[str, Message] = {}
         self._ids = itertools.count(1)
-        self._seconds: dict[tuple[int, str], float] = {}
+        self._planner = Planner(client_app, len(self._queues))
         self._closed = False
 
     # The Grid interface ------------------------------------------------------------------------------------
@@ -151,9 +155,10 @@ class LocalGrid(Grid):
         for message in pushed:
             if message.metadata.dst_node_id not in self._node_configs:
                 raise ValueError(f"there is no node {message.metadata.dst_node_id}")
-        jobs = Batch(self._pool, self._ids.__next__, self._node_configs).jobs(pushed)
+        units = self._planner.units(Batch(self._pool, self._ids.__next__, self._node_configs).jobs(pushed))
         # Longest first, going by the last time they ran; the results do not depend on it.
-        self._queue.extend(sorted(jobs, key=lambda job: -self._seconds.get(_kind(job), 0.0)))
+        for unit in sorted(units, key=lambda unit: -self._planner.expected_seconds(unit)):
+            self._queues[unit.home].append(unit)
         if self._num_workers > 0:
             self.start_workers()
             self._dispatch()
@@ -217,7 +222,8 @@ class LocalGrid(Grid):
         for worker in self._workers:
             self._stop(worker)
         self._workers.clear()
-        self._queue.clear()
+        for queue in self._queues:
+            queue.clear()
         self._pool.close()
 
     def __enter__(self) -> LocalGrid:
@@ -234,76 +240,82 @@ class LocalGrid(Grid):
             self._run_inline()
             return
         self._dispatch()
-        busy = {worker.connection: worker for worker in self._workers if worker.jobs}
+        busy = {worker.connection: worker for worker in self._workers if worker.units}
         for connection in wait(list(busy), timeout) if busy else ():
             worker = busy[connection]  # type: ignore[index]
             try:
-                outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+                outcomes: list[Outcome] = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
                 self._replace(worker)
                 continue
-            job = worker.jobs.popleft()
-            self._finish(job, outcome)
+            self._finish(worker.units.popleft(), outcomes)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        for queued in range(2):
-            for worker in self._workers:
-                if not self._queue:
-                    return
-                job = self._queue[0]
-                if len(worker.jobs) != queued or (queued and not self._may_queue_ahead(worker, job)):
+        for ahead in range(2):
+            for worker, own in zip(list(self._workers), self._queues, strict=True):
+                if len(worker.units) != ahead or (ahead and not own):
                     continue
-                self._queue.popleft()
+                queue = own or max(self._queues, key=len)
+                if not queue or (ahead and not self._may_queue_ahead(worker, queue[0])):
+                    continue
+                unit = queue.popleft() if queue is own else queue.pop()
                 try:
-                    self._send(worker, job)
+                    self._send(worker, unit)
                 except OSError:
-                    self._queue.appendleft(job)
+                    queue.appendleft(unit)
                     self._replace(worker)
 
-    def _may_queue_ahead(self, worker: _Worker, job: Job) -> bool:
-        """Whether a busy worker may get a job in advance: only a short one, which will not wait for long.
+    def _may_queue_ahead(self, worker: _Worker, unit: Unit) -> bool:
+        """Whether a busy worker may get a unit in advance: only a short one, which will not wait for long.
 
         It must also be a small message, or server and worker could wait for each other to read.
         """
+        states = sum(len(self._states[job.task.node_id]) for job in unit.jobs)
         return (
-            worker.batch is job.batch
-            and job.task.content in worker.known_contents
-            and len(self._states[job.task.node_id]) < _QUEUE_AHEAD_BYTES
-            and self._seconds.get(_kind(job), _QUEUE_AHEAD_SECONDS) < _QUEUE_AHEAD_SECONDS
+            worker.batch is unit.batch
+            and unit.jobs[0].task.content in worker.known_contents
+            and states + len(unit.jobs) * _TASK_BYTES < _QUEUE_AHEAD_BYTES
+            and self._planner.expected_seconds(unit, unknown=math.inf) < _QUEUE_AHEAD_SECONDS
         )
 
-    def _send(self, worker: _Worker, job: Job) -> None:
-        content = job.batch.contents[job.task.content]
-        if worker.batch is not job.batch:
+    def _send(self, worker: _Worker, unit: Unit) -> None:
+        batch = unit.batch
+        content = batch.contents[unit.jobs[0].task.content]
+        if worker.batch is not batch:
             worker.send("batch", list(worker.known_buffers - self._pool.open_ids()))
             worker.known_buffers &= self._pool.open_ids()
             worker.known_contents.clear()
-            worker.batch = job.batch
+            worker.batch = batch
         if content.id not in worker.known_contents:
-            for buffer in job.batch.buffers(content):
+            for buffer in batch.buffers(content):
                 if buffer.id not in worker.known_buffers:
                     worker.send_buffer(buffer)
             worker.send("content", content)
             worker.known_contents.add(content.id)
-        worker.send("task", replace(job.task, state=self._states[job.task.node_id]))
-        worker.jobs.append(job)
+        worker.send("tasks", self._tasks(unit))
+        worker.units.append(unit)
 
-    def _finish(self, job: Job, outcome: Outcome) -> None:
-        if outcome.error is None:
-            self._states[job.task.node_id] = outcome.state
-        self._seconds[_kind(job)] = outcome.seconds
-        self._done[job.message.metadata.message_id] = job.reply(outcome)
+    def _tasks(self, unit: Unit) -> list[Task]:
+        return [replace(job.task, state=self._states[job.task.node_id]) for job in unit.jobs]
+
+    def _finish(self, unit: Unit, outcomes: list[Outcome]) -> None:
+        for job, outcome in zip(unit.jobs, outcomes, strict=True):
+            if outcome.error is None:
+                self._states[job.task.node_id] = outcome.state
+            self._planner.took(job, outcome.seconds)
+            self._done[job.message.metadata.message_id] = job.reply(outcome)
 
     def _run_inline(self) -> None:
-        if not self._queue:
+        if not self._queues[0]:
             return
-        job = self._queue.popleft()
-        mappings = {b.id: b.mapping for c in job.batch.contents.values() for b in job.batch.buffers(c)}
+        unit = self._queues[0].popleft()
+        contents = unit.batch.contents
+        mappings = {b.id: b.mapping for c in contents.values() for b in unit.batch.buffers(c)}
         runner = ClientRunner(self._app, _RUN_ID, self._run_config, mappings.__getitem__)
-        runner.add_content(job.batch.contents[job.task.content])
+        runner.add_content(contents[unit.jobs[0].task.content])
         with _one_thread():
-            self._finish(job, runner.run(replace(job.task, state=self._states[job.task.node_id])))
+            self._finish(unit, runner.run_all(self._tasks(unit)))
 
     def _new_worker(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe(duplex=True)
@@ -323,22 +335,33 @@ class LocalGrid(Grid):
         """Put a new worker in the place of a dead one and run its clients again."""
         self._stop(worker)
         code = worker.process.exitcode
-        jobs = list(worker.jobs)
-        if jobs:
-            jobs[0].crashes += 1
-            if jobs[0].crashes >= _MAX_CRASHES:
-                job = jobs.pop(0)
-                reason = f"the worker process died {job.crashes} times running this client (exit code {code})"
-                self._done[job.message.metadata.message_id] = job.error_reply(
-                    ErrorCode.CLIENT_APP_CRASHED, reason
-                )
-        log.warning("a worker process died (exit code %s); %d clients run again", code, len(jobs))
-        self._queue.extendleft(reversed(jobs))
-        self._workers[self._workers.index(worker)] = self._new_worker()
+        home = self._workers.index(worker)
+        units = list(worker.units)
+        if units:
+            # In a unit of several anyone may be to blame: alone, each shows whether it is.
+            suspects = units.pop(0).jobs
+            if len(suspects) == 1:
+                suspects[0].crashes += 1
+                if suspects[0].crashes >= _MAX_CRASHES:
+                    job = suspects.pop()
+                    reason = (
+                        f"the worker process died {job.crashes} times running this client (exit code {code})"
+                    )
+                    self._done[job.message.metadata.message_id] = job.error_reply(
+                        ErrorCode.CLIENT_APP_CRASHED, reason
+                    )
+            units = [Unit([job], home) for job in suspects] + units
+        log.warning(
+            "a worker process died (exit code %s); %d clients run again",
+            code,
+            sum(len(u.jobs) for u in units),
+        )
+        self._queues[home].extendleft(reversed(units))
+        self._workers[home] = self._new_worker()
 
     def _stop(self, worker: _Worker) -> None:
         worker.connection.close()
-        worker.process.join(0.05 if not worker.jobs else 0)
+        worker.process.join(0.05 if not worker.units else 0)
         if worker.process.is_alive():
             worker.process.kill()
             worker.process.join()
@@ -347,13 +370,12 @@ class LocalGrid(Grid):
         """Give up messages: take them from the queue and stop the workers that are running them."""
         if not message_ids:
             return
-        self._queue = deque(job for job in self._queue if job.message.metadata.message_id not in message_ids)
-        for worker in list(self._workers):
-            if any(job.message.metadata.message_id in message_ids for job in worker.jobs):
-                kept = [job for job in worker.jobs if job.message.metadata.message_id not in message_ids]
-                self._queue.extendleft(reversed(kept))
+        self._queues = [deque(without(queue, message_ids)) for queue in self._queues]
+        for home, worker in enumerate(self._workers):
+            if any(unit.message_ids & message_ids for unit in worker.units):
+                self._queues[home].extendleft(reversed(without(worker.units, message_ids)))
                 self._stop(worker)
-                self._workers[self._workers.index(worker)] = self._new_worker()
+                self._workers[home] = self._new_worker()
 
 
 @contextmanager
@@ -369,7 +391,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _kind(job: Job) -> tuple[int, str]:
-    return job.task.node_id, job.message.metadata.message_type

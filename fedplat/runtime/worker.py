@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -27,6 +27,7 @@ from ..compat import (
     records_to_bytes,
     set_task_identity,
 )
+from ..grouped import GroupApp
 from .buffers import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's numbers
@@ -110,36 +111,53 @@ class ClientRunner:
         """Drop all contents; called between batches of messages."""
         self._sources.clear()
 
+    def run_all(self, tasks: list[Task]) -> list[Outcome]:
+        """Run the clients of some tasks, together if the app is one that can; see :class:`GroupApp`."""
+        if len(tasks) == 1 or not isinstance(self._app, GroupApp):
+            return [self.run(task) for task in tasks]
+        start = time.perf_counter()
+        messages, contexts = zip(*map(self._message_and_context, tasks), strict=True)
+        try:
+            replies = self._app.run_group(list(messages), list(contexts))
+        except Exception:
+            # One by one, whoever is to blame gets its own error, and the others their replies.
+            replies = [None] * len(tasks)
+        seconds = (time.perf_counter() - start) / max(len(tasks) - replies.count(None), 1)
+        return [
+            self.run(task) if reply is None else replace(self._outcome(task, reply, context), seconds=seconds)
+            for task, reply, context in zip(tasks, replies, contexts, strict=True)
+        ]
+
+    def _message_and_context(self, task: Task) -> tuple[Message, Context]:
+        content = RecordDict()
+        for name, source in self._sources[task.content][0]:
+            # Each client gets its own records: what it changes in them, no other client sees.
+            content[name] = pickle.loads(source) if isinstance(source, bytes) else source.to_record()
+        state = records_from_bytes(task.state)
+        context = Context(self._run_id, task.node_id, task.node_config, state, self._run_config)
+        return make_message(task.metadata, content), context
+
     def run(self, task: Task) -> Outcome:
         """Run the client of one task; whatever it raises becomes an error outcome."""
         start = time.perf_counter()
         try:
-            sources, replies = self._sources[task.content]
-            content = RecordDict()
-            for name, source in sources:
-                # Each client gets its own records: what it changes in them, no other client sees.
-                content[name] = pickle.loads(source) if isinstance(source, bytes) else source.to_record()
-            message = make_message(task.metadata, content)
-            state = records_from_bytes(task.state)
-            context = Context(self._run_id, task.node_id, task.node_config, state, self._run_config)
-            reply = self._app(message, context)
-            outcome = self._outcome(task, reply, context, replies)
+            message, context = self._message_and_context(task)
+            outcome = self._outcome(task, self._app(message, context), context)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = "".join(traceback.format_exception_only(error)).strip()
             outcome_error = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{reason}\n{traceback.format_exc()}"
             outcome = Outcome(task.id, error=outcome_error, state=task.state)
-        return Outcome(
-            outcome.task, outcome.records, outcome.error, outcome.state, time.perf_counter() - start
-        )
+        return replace(outcome, seconds=time.perf_counter() - start)
 
-    def _outcome(self, task: Task, reply: Any, context: Context, replies: RowBlock | None) -> Outcome:
+    def _outcome(self, task: Task, reply: Any, context: Context) -> Outcome:
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__} instead of a Message")
         state = records_to_bytes(context.state) if context.state else b""
         if reply.has_error():
             return Outcome(task.id, error=(reply.error.code, reply.error.reason or ""), state=state)
+        replies = self._sources[task.content][1]
         row = replies.row(task.row) if replies is not None and task.row >= 0 else None
         records: list[tuple[str, bytes | None]] = []
         for name, record in reply.content.items():
@@ -200,9 +218,9 @@ def worker_main(
     try:
         while True:
             kind, value = pickle.loads(connection.recv_bytes())
-            if kind == "task":
-                outcome = runner.run(value)
-                connection.send_bytes(pickle.dumps(outcome, protocol=pickle.HIGHEST_PROTOCOL))
+            if kind == "tasks":
+                outcomes = runner.run_all(value)
+                connection.send_bytes(pickle.dumps(outcomes, protocol=pickle.HIGHEST_PROTOCOL))
             elif kind == "content":
                 runner.add_content(value)
             elif kind == "buffer":

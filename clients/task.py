@@ -1,0 +1,74 @@
+"""What all clients of an experiment share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedplat.datasets.base import Dataset
+from fedplat.training_config import LocalTraining
+
+from .attacks import Attack
+
+_MOST_RESIDENT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ClientTask:
+    """What all clients of an experiment share: data, who holds which samples, model, training, who attacks.
+
+    ``parts[i]`` are the indices of the training samples of partition i; ``attacks`` is keyed by partition.
+    """
+
+    dataset: Dataset
+    parts: Sequence[NDArray[np.int64]]
+    build_model: Callable[[], nn.Module]
+    training: LocalTraining
+    seed: int
+    attacks: Mapping[int, Attack] = field(default_factory=dict)
+    device: str = "cpu"
+
+    @cached_property
+    def resident(self) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]] | None:
+        """The clients' samples and labels, prepared once, and the rows that are each client's.
+
+        None if they would take more than 1 GiB. Processes forked after the first use share the memory.
+        """
+        rows = np.unique(np.concatenate([np.asarray(part, np.int64) for part in self.parts]))
+        if len(rows) * int(np.prod(self.dataset.sample_shape)) * 4 > _MOST_RESIDENT_BYTES:
+            return None
+        return *self._prepared(rows), [np.searchsorted(rows, part) for part in self.parts]
+
+    def samples(self, partition: int) -> tuple[Tensor, Tensor]:
+        """Return a client's prepared samples and labels."""
+        if self.resident is None:
+            return self._prepared(self.parts[partition])
+        x, y, rows = self.resident
+        own = torch.from_numpy(rows[partition]).to(self.device)
+        return x.index_select(0, own), y.index_select(0, own)
+
+    def sample(self) -> Tensor:
+        """Return some sample as the model takes it, (1, ...) of zeros: what its layers do with it is all."""
+        kind = torch.int64 if self.dataset.is_text else torch.float32
+        return torch.zeros((1, *self.dataset.sample_shape), dtype=kind, device=self.device)
+
+    def attack_of(self, partition: int, server_round: int) -> Attack:
+        """Return how a client behaves in a round; an attack that does nothing for an honest one."""
+        attack = self.attacks.get(partition)
+        return attack if attack and attack.schedule.active(server_round) else Attack()
+
+    def _prepared(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        x = self.dataset.prepare(self.dataset.train.x[rows])
+        y = torch.from_numpy(np.ascontiguousarray(self.dataset.train.y[rows]))
+        return x.to(self.device), y.to(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process prepares its own: the stored samples are smaller.
+        return {name: value for name, value in self.__dict__.items() if name != "resident"}
