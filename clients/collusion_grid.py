@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,14 @@ from flwr.serverapp import Grid
 from fedplat.arrays import FlatArrays, Float32Array, Layout, LayoutError
 from fedplat.compat import Run, make_message
 from fedplat.rng import generator
+from fedplat.runtime.local import LocalGrid
+from fedplat.runtime.waves import engine_for
 from fedplat.security.validation import array_records
 
 from .attacks.base import Attack, round_of
 from .attacks.collusion import Collusion, RoundView
+
+log = logging.getLogger("fedplat")
 
 
 class CollusionGrid(Grid):
@@ -54,6 +59,15 @@ class CollusionGrid(Grid):
             for cohort in _cohorts(_answers(sent, replies)):
                 self._forge(cohort, replies)
         return replies
+
+    def engine_for(self, messages: Sequence[Message]) -> LocalGrid | None:
+        """Return the engine that may answer in waves; None while colluders have to see the whole round."""
+        for message in messages:
+            attack = self._attacks.get(message.metadata.dst_node_id)
+            if isinstance(attack, Collusion) and attack.schedule.active(round_of(message)):
+                log.info("colluders see all replies of a round, which are therefore held in memory")
+                return None
+        return engine_for(self._grid, messages)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the attacks remember from round to round, as tensors and plain values."""
@@ -173,7 +187,7 @@ def _answers(messages: list[Message], replies: list[Message]) -> list[_Answer]:
             known[id(sent[0])] = FlatArrays.of_record(sent[0], layout)
         reference = known[id(sent[0])]
         try:
-            model = FlatArrays.of_record(reply.content.array_records[names[0]], reference.layout)
+            model = FlatArrays.of_record(array_records(reply)[0], reference.layout)
         except LayoutError:
             continue
         found.append(_Answer(index, node, names[0], model, reference, round_of(asked[node])))

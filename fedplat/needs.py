@@ -5,21 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from . import models, registry
+from .clients.attacks.collusion import Collusion
 from .config import ExperimentConfig
 from .experiment import load_data
 from .models.flat import FlatModel
+from .runtime.local import available_cores
+from .runtime.waves import wave_bytes
+from .strategies.aggregators import RoundPlan
 from .strategies.composed import FederatedStrategy
+from .strategies.replies import STREAM_ABOVE, rows_per_block
 from .strategies.similarity import FLTrust
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory at the server in bytes: one round's updates, and what each strategy keeps between rounds."""
+    """Memory at the server in bytes, for rounds of so many ``clients``.
+
+    ``updates`` is what one round's updates take together, ``waves`` what they take for the strategies that
+    combine them as they come. ``streamed`` has these strategies, each with the bytes it needs on disk, and
+    ``kept`` what strategies keep from round to round.
+    """
 
     clients: int
     parameters: int
     updates: int
+    waves: int
+    streamed: dict[str, int]
     kept: dict[str, int]
 
 
@@ -34,7 +48,12 @@ def needs_of(config: ExperimentConfig) -> Needs:
     shape, classes = dataset.sample_shape, dataset.num_classes
     module = models.build(build, shape, classes, config.seed, **config.model.settings())
     layout = FlatModel(module).layout
-    kept = {}
+    clients = config.selection.build().count(len(parts))
+    updates = 4 * clients * layout.dim
+    plan = RoundPlan(torch.zeros(layout.dim), layout.num_params, 1, clients)
+    # Colluders have to see all updates before any is combined.
+    in_waves = updates > STREAM_ABOVE and not any(isinstance(a.build(), Collusion) for a in config.attacks)
+    streamed, kept = {}, {}
     for name in config.strategies:
         part = config.strategy_part(name)
         target = registry.find("strategies", part.name).load()
@@ -43,7 +62,10 @@ def needs_of(config: ExperimentConfig) -> Needs:
             rule = cast(Any, target)(**part.settings(), **extra).aggregator
             if size := rule.state_bytes(len(parts), layout.num_params):
                 kept[name] = size
-    return Needs(len(parts), layout.num_params, 4 * len(parts) * layout.dim, kept)
+            if in_waves and not part.before and rule.running(plan) is not None:
+                streamed[name] = rule.disk_bytes(clients, layout.dim)
+    waves = wave_bytes(layout, rows_per_block(layout), available_cores())
+    return Needs(clients, layout.num_params, updates, waves, streamed, kept)
 
 
 def megabytes(size: int) -> str:

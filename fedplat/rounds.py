@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -16,7 +16,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from .arrays import payload_bytes
+from .runtime.waves import engine_for, in_waves
 from .security.validation import array_records
+from .strategies.composed import FederatedStrategy
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -25,8 +27,9 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 class Round:
     """What happened in one round; number 0 is the evaluation of the initial model.
 
-    ``seconds`` is wall time by phase, ``bytes_down`` and ``bytes_up`` are the arrays of all messages to and
-    from the clients, in bytes. ``arrays`` is the model after the round.
+    ``seconds`` is wall time by phase; where replies are combined as they come, ``train`` is what was waited
+    for them, and ``aggregate`` the rest, during which clients train too. ``bytes_down`` and ``bytes_up`` are
+    the arrays of all messages to and from the clients, in bytes. ``arrays`` is the model after the round.
     """
 
     number: int
@@ -70,15 +73,10 @@ def rounds(
         current = Round(number, arrays)
         with _timed(current, "configure"):
             messages = list(strategy.configure_train(number, arrays, train_config, grid))
-        with _timed(current, "train"):
-            replies = list(grid.send_and_receive(messages=messages, timeout=timeout))
-        current.bytes_down, current.bytes_up = _array_bytes(messages), _array_bytes(replies)
-        current.failures = _failures(messages, replies)
-        with _timed(current, "aggregate"):
-            new_arrays, current.train_metrics = strategy.aggregate_train(number, replies)
+        new_arrays = _train(current, strategy, grid, messages, timeout)
         if new_arrays is not None:
             current.arrays = arrays = new_arrays
-        del messages, replies  # their memory is the next round's
+        del messages  # their memory is the next round's
         with _timed(current, "evaluate-clients"):
             questions = list(strategy.configure_evaluate(number, arrays, evaluate_config, grid))
             answers = list(grid.send_and_receive(messages=questions, timeout=timeout))
@@ -87,6 +85,50 @@ def rounds(
         with _timed(current, "evaluate"):
             current.server_metrics = evaluate_fn(number, arrays) if evaluate_fn else None
         yield current
+
+
+def _train(
+    current: Round, strategy: Strategy, grid: Grid, messages: list[Message], timeout: float
+) -> ArrayRecord | None:
+    """Let the clients train and the strategy combine what they send; return the new model, if there is one.
+
+    Where both strategy and grid can do it, the replies pass through in waves and are never all in memory.
+    """
+    at_a_time = strategy.replies_at_a_time() if isinstance(strategy, FederatedStrategy) else None
+    if at_a_time and (engine := engine_for(grid, messages)) is not None:
+        with (
+            _timed(current, "aggregate"),
+            closing(in_waves(engine, messages, at_a_time=at_a_time, timeout=timeout)) as waves,
+        ):
+            passing = _passing(current, messages, waves)
+            new_arrays, current.train_metrics = strategy.aggregate_train(current.number, passing)
+        current.seconds["aggregate"] -= current.seconds.get("train", 0.0)
+        current.bytes_down = _array_bytes(messages)
+        return new_arrays
+    with _timed(current, "train"):
+        replies = list(grid.send_and_receive(messages=messages, timeout=timeout))
+    current.bytes_down, current.bytes_up = _array_bytes(messages), _array_bytes(replies)
+    current.failures = _failures(messages, replies)
+    with _timed(current, "aggregate"):
+        new_arrays, current.train_metrics = strategy.aggregate_train(current.number, replies)
+    return new_arrays
+
+
+def _passing(current: Round, messages: list[Message], replies: Iterator[Message]) -> Iterator[Message]:
+    """Pass replies through, noting what they carry, who failed, and how long they were waited for."""
+    current.seconds["train"] = 0.0
+    current.failures = _failures(messages, [])
+    while True:
+        start = time.perf_counter()
+        reply = next(replies, None)
+        current.seconds["train"] += time.perf_counter() - start
+        if reply is None:
+            return
+        current.bytes_up += _array_bytes([reply])
+        current.failures.pop(reply.metadata.src_node_id, None)
+        current.failures |= _failures([], [reply])
+        yield reply
+        del reply  # the next one may need its memory
 
 
 @contextmanager

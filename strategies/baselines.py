@@ -9,8 +9,18 @@ from pydantic import Field
 
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, CoordinateWise, mean, median, trimmed_mean, weighted_median
+from .aggregators import (
+    Aggregate,
+    CoordinateWise,
+    RoundPlan,
+    RunningAggregate,
+    mean,
+    median,
+    trimmed_mean,
+    weighted_median,
+)
 from .aggregators.coordinatewise import check_trim, trim_count
+from .aggregators.running import RunningMean
 from .composed import FederatedStrategy, StrategyParts
 
 
@@ -23,6 +33,10 @@ class MeanRule(CoordinateWise):
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the mean."""
         return mean(updates.params, torch.from_numpy(updates.num_examples) if self.weighted else None)
+
+    def running(self, plan: RoundPlan) -> RunningAggregate:
+        """Return the mean as a sum that grows."""
+        return RunningMean(plan, self.weighted)
 
 
 class MedianRule(CoordinateWise):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypedDict
 
 import numpy as np
@@ -18,11 +19,21 @@ from fedplat.arrays import FlatArrays, Layout
 from fedplat.compat import MessageType
 from fedplat.rng import generator
 from fedplat.security.validation import ReplyRefused, ReplyRules, scalar_metrics
+from fedplat.spill import give_back_freed_memory
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, Aggregator
+from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate
 from .nodes import Node, NodeDirectory
 from .preaggregators import PreAggregator, Preprocessed
+from .replies import (
+    STREAM_ABOVE,
+    TRIM_EVERY,
+    Accepted,
+    new_model,
+    one_thread,
+    rows_per_block,
+    weighted_metrics,
+)
 from .selectors import AllClients, Selector
 from .submodels import FULL, FullModel, SubModelScheme, SubModelSpec
 from .topology import Flat, Topology
@@ -63,6 +74,7 @@ class StrategyParts(TypedDict, total=False):
     fraction_evaluate: float
     min_nodes: int
     node_wait: float
+    stream_above: int
     arrayrecord_key: str
     configrecord_key: str
 
@@ -77,6 +89,9 @@ class FederatedStrategy(Strategy):
     ``fraction_evaluate`` of the nodes evaluate the new model each round; at least ``min_nodes`` must connect
     within ``node_wait`` seconds. ``before`` are steps taken before the aggregator, see
     :mod:`fedplat.strategies.preaggregators`. ``seed`` feeds the selection and rules that draw.
+
+    A round whose updates take more than ``stream_above`` bytes is combined in blocks as the replies come, if
+    the rule can do that and nothing but the rule needs to see the updates; see :meth:`replies_at_a_time`.
     """
 
     def __init__(
@@ -92,6 +107,7 @@ class FederatedStrategy(Strategy):
         fraction_evaluate: float = 1.0,
         min_nodes: int = 1,
         node_wait: float = 300.0,
+        stream_above: int = STREAM_ABOVE,
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
     ) -> None:
@@ -106,9 +122,11 @@ class FederatedStrategy(Strategy):
         self.diagnostics: dict[str, float] = {}
         self._seed = seed
         self._fraction_evaluate = fraction_evaluate
+        self._stream_above = stream_above
         self._keys = arrayrecord_key, configrecord_key
         self._nodes = NodeDirectory(min_nodes, node_wait)
         self._reference: FlatArrays | None = None
+        self._plan: RoundPlan | None = None
         self._assigned: dict[int, tuple[SubModelSpec, Layout]] = {}
 
     # Training ----------------------------------------------------------------------------------------------
@@ -140,7 +158,30 @@ class FederatedStrategy(Strategy):
             messages.append(
                 Message(contents[spec], node.node_id, MessageType.TRAIN, group_id=str(server_round))
             )
+        self._plan = _plan(self._reference, server_round, len(messages))
         return messages
+
+    def replies_at_a_time(self) -> int | None:
+        """Return how many replies of the round just configured are combined at a time; None means all.
+
+        If it is a number, ``aggregate_train`` may be given an iterator: it draws so many replies, keeps
+        nothing of their memory, and draws the next. They must then come in the order of the messages.
+        """
+        reference, plan = self._reference, self._plan
+        if reference is None or plan is None:
+            return None
+        if 4 * plan.clients * reference.layout.dim <= self._stream_above:
+            return None
+        nodes = [self._nodes[node_id] for node_id in self._assigned]
+        possible = (
+            isinstance(self.submodels, FullModel)
+            and isinstance(self.topology, Flat)
+            and nodes == sorted(nodes, key=_place)
+            # A strategy that looks at the replies itself expects to find them all.
+            and type(self).aggregate_train is FederatedStrategy.aggregate_train
+            and self.aggregator.running(plan) is not None
+        )
+        return rows_per_block(reference.layout) if possible else None
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -150,21 +191,69 @@ class FederatedStrategy(Strategy):
         if reference is None:
             raise RuntimeError("aggregate_train was called before configure_train")
         self.reports, self.diagnostics = [], {}
-        valid = self._checked(replies, reference)
-        if valid is None:
+        at_a_time = self.replies_at_a_time()
+        running = self.aggregator.running(self._plan) if at_a_time and self._plan else None
+        if at_a_time and running is not None:
+            done = self._in_blocks(replies, at_a_time, reference, running)
+        else:
+            done = self._at_once(replies, reference, server_round)
+        if done is None:
             log.warning("round %d: no valid reply, the model stays as it is", server_round)
             return None, None
-        updates, metrics = valid
-        refused = tuple(report.node_id for report in self.reports if report.status == "refused")
-        updates = replace(updates, server_round=server_round, refused=refused)
-        aggregate = self.topology.combine(
-            updates.columns(0, updates.layout.num_params), self.aggregator, server_round
-        )
-        new = self._new_model(updates, aggregate, reference)
-        self._report_accepted(updates, aggregate, metrics)
+        accepted, aggregate = done
+        new = new_model(accepted, aggregate, reference)
+        self._report_accepted(accepted, aggregate)
         self.diagnostics = dict(aggregate.diagnostics)
-        shares = updates.num_examples / updates.num_examples.sum()
-        return new.to_record(), MetricRecord(dict(_weighted_metrics(metrics, shares)))
+        shares = accepted.num_examples / accepted.num_examples.sum()
+        return new.to_record(), MetricRecord(dict(weighted_metrics(accepted.metrics, shares)))
+
+    def _at_once(
+        self, replies: Iterable[Message], reference: FlatArrays, server_round: int
+    ) -> tuple[Accepted, Aggregate] | None:
+        """Combine all valid replies as one matrix; None if there is none."""
+        valid = self._checked(replies, reference)
+        if valid is None:
+            return None
+        updates, metrics = valid
+        updates = replace(updates, server_round=server_round, refused=self._refused())
+        p, d = updates.layout.num_params, updates.layout.dim
+        aggregate = self.topology.combine(updates.columns(0, p), self.aggregator, server_round)
+        if d > p:
+            buffers = self.aggregator.buffers(updates.columns(p, d), aggregate)
+            aggregate = replace(aggregate, vector=torch.cat([aggregate.vector, buffers]))
+        return Accepted.of(updates, metrics), aggregate
+
+    def _in_blocks(
+        self,
+        replies: Iterable[Message],
+        at_a_time: int,
+        reference: FlatArrays,
+        running: RunningAggregate,
+    ) -> tuple[Accepted, Aggregate] | None:
+        """Combine the valid replies as they come, so many at a time; None if there is none."""
+        if isinstance(replies, Sequence):
+            replies = sorted(replies, key=lambda m: _place(self._nodes[m.metadata.src_node_id]))
+        blocks: list[Accepted] = []
+        coming = iter(replies)
+        with closing(running), one_thread():
+            while self._take(islice(coming, at_a_time), reference, running, blocks):
+                if len(blocks) % TRIM_EVERY == 0:
+                    give_back_freed_memory()
+            return (Accepted.joined(blocks), running.finish(self._refused())) if blocks else None
+
+    def _take(
+        self,
+        coming: Iterator[Message],
+        reference: FlatArrays,
+        running: RunningAggregate,
+        blocks: list[Accepted],
+    ) -> bool:
+        """Combine one block, all that refers to which ends with this call; False if nothing has come."""
+        replies = list(coming)
+        if valid := self._checked(replies, reference):
+            running.add(valid[0])
+            blocks.append(Accepted.of(*valid))
+        return bool(replies)
 
     def _content(
         self, record: ArrayRecord, config: ConfigRecord, server_round: int, spec: SubModelSpec
@@ -178,7 +267,7 @@ class FederatedStrategy(Strategy):
     ) -> tuple[ClientUpdates, list[dict[str, float]]] | None:
         """Return the valid replies as a matrix, and their metrics; report the others. None if none is."""
         pairs = [(self._nodes[m.metadata.src_node_id], m) for m in replies]
-        pairs.sort(key=lambda pair: (pair[0].partition is None, pair[0].key))
+        pairs.sort(key=lambda pair: _place(pair[0]))
         nodes: list[Node] = []
         models: list[FlatArrays] = []
         coverages: list[torch.Tensor | None] = []
@@ -218,21 +307,6 @@ class FederatedStrategy(Strategy):
             return None
         return updates.select(finite), [m for m, ok in zip(metrics, finite, strict=True) if ok]
 
-    def _new_model(self, updates: ClientUpdates, aggregate: Aggregate, reference: FlatArrays) -> FlatArrays:
-        layout, start = updates.layout, updates.layout.num_params
-        vector = aggregate.vector
-        if layout.dim > start:
-            buffers = self.aggregator.buffers(updates.columns(start, layout.dim), aggregate)
-            vector = torch.cat([vector, buffers])
-        accepted = aggregate.accepted.numpy()
-        side = _middle_of_integers(updates.side[accepted] if accepted.any() else updates.side, reference)
-        new = FlatArrays(layout, vector.numpy(), side)
-        for entry in layout.entries:
-            if entry.in_vector and entry.name.endswith("running_var"):
-                part = new.vector[entry.start : entry.stop]
-                np.maximum(part, 0, out=part)
-        return new
-
     # Evaluation on the clients -----------------------------------------------------------------------------
 
     def configure_evaluate(
@@ -263,7 +337,7 @@ class FederatedStrategy(Strategy):
         if not pairs:
             return None
         counts = np.array([count for count, _ in pairs], np.float64)
-        return MetricRecord(dict(_weighted_metrics([m for _, m in pairs], counts / counts.sum())))
+        return MetricRecord(dict(weighted_metrics([m for _, m in pairs], counts / counts.sum())))
 
     # State, reports ----------------------------------------------------------------------------------------
 
@@ -287,24 +361,36 @@ class FederatedStrategy(Strategy):
     def _report(self, node: Node, status: str, reason: str, num_examples: int | None = None) -> None:
         self.reports.append(ClientReport(node.node_id, node.key, status, reason, num_examples))
 
-    def _report_accepted(
-        self, updates: ClientUpdates, aggregate: Aggregate, metrics: list[dict[str, float]]
-    ) -> None:
-        for i, node_id in enumerate(updates.node_ids.tolist()):
+    def _refused(self) -> tuple[int, ...]:
+        return tuple(report.node_id for report in self.reports if report.status == "refused")
+
+    def _report_accepted(self, accepted: Accepted, aggregate: Aggregate) -> None:
+        for i, node_id in enumerate(accepted.node_ids.tolist()):
             self.reports.append(
                 ClientReport(
                     node_id,
                     self.client_of(node_id),
                     "accepted",
-                    num_examples=int(updates.num_examples[i]),
+                    num_examples=int(accepted.num_examples[i]),
                     weight=float(aggregate.weights[i]),
                     verdict=aggregate.verdicts.get(i, ""),
-                    update_norm=float(updates.update_norms[i]),
-                    metrics=metrics[i],
+                    update_norm=float(accepted.update_norms[i]),
+                    metrics=accepted.metrics[i],
                     scores={name: float(values[i]) for name, values in aggregate.scores.items()},
                 )
             )
         self.reports.sort(key=lambda report: report.client)
+
+
+def _place(node: Node) -> tuple[bool, int]:
+    """Order nodes by partition; those that do not tell theirs come last, by id."""
+    return node.partition is None, node.key
+
+
+def _plan(reference: FlatArrays, server_round: int, clients: int) -> RoundPlan:
+    # torch warns about read-only memory; the reference is only ever read.
+    vector = reference.vector if reference.vector.flags.writeable else reference.vector.copy()
+    return RoundPlan(torch.from_numpy(vector), reference.layout.num_params, server_round, clients)
 
 
 def _stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> torch.Tensor | None:
@@ -312,28 +398,3 @@ def _stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> tor
         return None
     everything = torch.ones(layout.dim, dtype=torch.bool)
     return torch.stack([everything if c is None else c for c in coverages])
-
-
-def _middle_of_integers(sides: np.ndarray, reference: FlatArrays) -> np.ndarray:
-    """Combine integer arrays, such as BatchNorm's counters, by the lower median, some client's own."""
-    new = reference.side.copy()
-    for entry in reference.layout.entries:
-        if not entry.in_vector:
-            values = np.ascontiguousarray(sides[:, entry.start : entry.stop]).view(entry.dtype)
-            middle = np.sort(values, axis=0)[(len(values) - 1) // 2]
-            new[entry.start : entry.stop] = middle.view(np.uint8)
-    return new
-
-
-def _weighted_metrics(metrics: list[dict[str, float]], shares: np.ndarray) -> dict[str, float]:
-    """Average the metrics that more than half of the clients sent, except the sample counts themselves.
-
-    A client may lack one, such as the loss of a training that skipped every batch; then the others count.
-    """
-    sent = Counter(name for m in metrics for name in m)
-    averages = {}
-    for name in sorted(sent.keys() - {"num-examples"}):
-        having = [(s, m[name]) for s, m in zip(shares, metrics, strict=True) if name in m]
-        if 2 * len(having) > len(metrics):
-            averages[name] = float(sum(s * value for s, value in having) / sum(s for s, _ in having))
-    return averages

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 
+from fedplat.spill import row_bytes
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, Aggregator, median
+from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, median
 from .aggregators.coordinatewise import shares_of, weighted_sum
 from .aggregators.credibility import Attitude, History, Mix, attitudes, cosines, mixed, updated
 from .composed import FederatedStrategy, StrategyParts
+from .fed_credit_running import RunningCredit, RunningOldCredit, clipped_to_median, outcome
 
 _START = 1.0
 
@@ -49,9 +52,16 @@ class CredibilityRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Judge the clients, update their credibility, and combine their models."""
-        nodes = updates.node_ids.tolist()
-        similarity = self._similarity(updates)
-        before = torch.tensor([self.credibility.get(node, _START) for node in nodes], dtype=torch.float64)
+        nodes, similarity = updates.node_ids.tolist(), self._similarity(updates)
+        weights, added, after = self.judged(nodes, updates.num_examples, similarity)
+        self.remember(nodes, updates.refused, similarity, after)
+        return outcome(self._combined(updates, weights), weights, added, similarity, after)
+
+    def judged(
+        self, nodes: Sequence[int], counts: NDArray[np.int64], similarity: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weights, what the round adds to the credibilities, and these afterwards, all (n,)."""
+        before = self.credibilities(nodes)
         last = [self.last_similarity.get(node, math.nan) for node in nodes]
         added = attitudes(
             similarity,
@@ -62,20 +72,29 @@ class CredibilityRule(Aggregator):
             previous=torch.tensor(last, dtype=torch.float64),
         )
         after = updated(before, added, self.settings.decay, self.settings.history)
-        self._remember(updates, similarity, after)
-        shares = shares_of(
-            torch.from_numpy(updates.num_examples) if self.settings.base == "samples" else None, len(nodes)
-        )
+        shares = shares_of(torch.from_numpy(counts) if self.settings.base == "samples" else None, len(nodes))
         weights = mixed(
             shares, after if self.settings.order == "new" else before, self.settings.alpha, self.settings.mix
         )
-        return Aggregate(
-            self._combined(updates, weights),
-            weights,
-            weights > 0,
-            diagnostics={"suspects": float((added < 0).sum())},
-            scores={"similarity": similarity, "credibility": after},
-        )
+        return weights, added, after
+
+    def credibilities(self, nodes: Sequence[int]) -> torch.Tensor:
+        """Return the credibilities (n,) float64 that the nodes have before the round."""
+        return torch.tensor([self.credibility.get(node, _START) for node in nodes], dtype=torch.float64)
+
+    def running(self, plan: RoundPlan) -> RunningAggregate | None:
+        """Return the rule for a round in blocks, unless it compares updates with the median of all."""
+        if self.settings.similarity == "update":
+            return None
+        return RunningCredit(self, plan) if self._weighs_late else RunningOldCredit(self, plan)
+
+    def disk_bytes(self, clients: int, dim: int) -> int:
+        """Return the size of all models, where the weights are known after the last reply only."""
+        return row_bytes(dim, clients) if self._weighs_late and self.settings.similarity == "model" else 0
+
+    @property
+    def _weighs_late(self) -> bool:
+        return self.settings.order == "new" or self.settings.clip_norm
 
     def _similarity(self, updates: ClientUpdates) -> torch.Tensor:
         if self.settings.similarity == "model":
@@ -83,15 +102,16 @@ class CredibilityRule(Aggregator):
         deltas = updates.deltas()
         return cosines(deltas, median(deltas).vector)
 
-    def _remember(self, updates: ClientUpdates, similarity: torch.Tensor, after: torch.Tensor) -> None:
+    def remember(
+        self, nodes: Sequence[int], refused: Sequence[int], similarity: torch.Tensor, after: torch.Tensor
+    ) -> None:
         """Note the credibilities; a refused reply counts as dissimilar, an absent client only decays."""
-        nodes = updates.node_ids.tolist()
         worst = -self.settings.rho if self.settings.attitude in ("mean", "prev", "signed_mad") else 0.0
-        for node in updates.refused:
+        for node in refused:
             self.credibility.setdefault(node, _START)
         for node in self.credibility.keys() - set(nodes):
             old = torch.tensor(self.credibility[node], dtype=torch.float64)
-            change = torch.tensor(worst if node in updates.refused else 0.0, dtype=torch.float64)
+            change = torch.tensor(worst if node in refused else 0.0, dtype=torch.float64)
             self.credibility[node] = float(updated(old, change, self.settings.decay, self.settings.history))
         self.credibility |= zip(nodes, after.tolist(), strict=True)
         self.last_similarity |= zip(nodes, similarity.tolist(), strict=True)
@@ -99,8 +119,7 @@ class CredibilityRule(Aggregator):
     def _combined(self, updates: ClientUpdates, weights: torch.Tensor) -> torch.Tensor:
         if not self.settings.clip_norm:
             return weighted_sum(updates.params, weights, torch.float32)
-        norms = torch.from_numpy(updates.update_norms)
-        clipped = weights * (float(np.median(updates.update_norms)) / norms.clamp(min=1e-300)).clamp(max=1)
+        clipped = clipped_to_median(weights, updates.update_norms)
         moved = weighted_sum(updates.params, clipped) + (1 - clipped.sum()) * updates.reference.double()
         return moved.float()
 
@@ -126,8 +145,9 @@ class FedCredit(FederatedStrategy):
 
     sᵢ = cos(wᵢ, w) with w the model sent; vᵢ = max(sᵢ, 0), or −rho if sᵢ is below median − k·MAD;
     cᵢ ← max(0, e^−decay·cᵢ + vᵢ) from 1; qᵢ ∝ dᵢ^(1−alpha)·cᵢ^alpha with dᵢ the sample share; w ← Σ qᵢ wᵢ.
-    Needs no number of attackers; O(n·d): one pass for the similarities, one for the sum. A client that is
-    absent only decays; one whose reply is refused counts as dissimilar.
+    Needs no number of attackers; O(n·d): one pass for the similarities, one for the sum, between which the
+    models of a large round wait in a temporary file. A client that is absent only decays; one whose reply is
+    refused counts as dissimilar.
 
     From the paper's abstract: one credibility per client, from the similarity of local and global model, with
     a time decay and an attitude. Second hand: cosine of the parameters, start at 1, exponential decay, a

@@ -19,9 +19,10 @@ from pydantic import Field
 from fedplat.rng import generator
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, Aggregator, median
+from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, median
 from .aggregators.geometric import centered_clipping, geometric_median, norm_clipping, smoothed_weiszfeld
 from .aggregators.krum import bulyan, check_bulyan, check_krum, check_meamed, meamed, multi_krum
+from .aggregators.running import RunningClipping
 from .composed import FederatedStrategy, StrategyParts
 
 Liars = Annotated[int, Field(ge=0)] | None
@@ -116,6 +117,12 @@ class ClippingRule(Aggregator):
         else:
             result = centered_clipping(deltas, self.radius, steps=self.steps)
         return Aggregate(updates.reference + result.vector, result.weights, result.accepted)
+
+    def running(self, plan: RoundPlan) -> RunningAggregate | None:
+        """Return norm clipping as a sum that grows; centred clipping looks at all updates in every step."""
+        if self.steps is not None:
+            return None
+        return RunningClipping(plan, self.radius, self.noise, self.seed)
 
 
 class Krum(FederatedStrategy):

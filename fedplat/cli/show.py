@@ -78,16 +78,29 @@ def _show_scenario(screen: Console, name: str) -> None:
 def _memory(config: ExperimentConfig) -> str:
     """Say what a run will need at the server, as far as that can be known without downloading data."""
     from ..needs import megabytes, needs_of
+    from ..spill import spill_folder
 
     try:
         needs = needs_of(config)
     except UserError as error:
         return f"server memory: not known, since the data is not here ({error})"
-    kept = [f"{name} keeps {megabytes(size)}" for name, size in needs.kept.items()]
-    return (
-        f"server memory: {megabytes(needs.updates)} for the updates of {needs.clients} clients with "
-        f"{needs.parameters:,} parameters" + "".join(f"; {text}" for text in kept)
-    )
+    parts = []
+    if set(needs.streamed) != set(config.strategies):
+        parts.append(megabytes(needs.updates))
+    if needs.streamed:
+        names = ", ".join(needs.streamed)
+        parts.append(f"about {megabytes(needs.waves)} at a time ({names})")
+    texts = [
+        f"server memory: {' or '.join(parts)} for the updates of {needs.clients} clients with "
+        f"{needs.parameters:,} parameters"
+    ]
+    texts += [f"{name} keeps {megabytes(size)}" for name, size in needs.kept.items()]
+    texts += [
+        f"{name} needs {megabytes(size)} in {spill_folder()} for a temporary file"
+        for name, size in needs.streamed.items()
+        if size
+    ]
+    return "; ".join(texts)
 
 
 def _show_entry(screen: Console, entry: Entry) -> None:

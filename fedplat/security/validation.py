@@ -38,7 +38,8 @@ class ReplyRules:
     def num_examples(self, message: Message) -> int:
         """Return the claimed number of samples; raises ReplyRefused unless it is believable."""
         key = self.weighted_by_key
-        records = [r for r in message.content.metric_records.values() if key in r]
+        # Not by content.metric_records, whose circular references would keep the reply's arrays alive.
+        records = [r for r in message.content.values() if isinstance(r, MetricRecord) and key in r]
         if len(records) != 1:
             raise ReplyRefused(f"expected one metric '{key}', found {len(records)}")
         value = records[0][key]

@@ -1,6 +1,6 @@
 """Aggregation rules as pure functions on the matrix (n, d) of a round's updates."""
 
-from .base import Aggregate, Aggregator, CoordinateWise, InfeasibleError
+from .base import Aggregate, Aggregator, CoordinateWise, InfeasibleError, RoundPlan, RunningAggregate
 from .coordinatewise import mean, median, trimmed_mean, weighted_median
 from .flame import flame
 from .foolsgold import foolsgold
@@ -17,6 +17,8 @@ __all__ = [
     "Aggregator",
     "CoordinateWise",
     "InfeasibleError",
+    "RoundPlan",
+    "RunningAggregate",
     "bulyan",
     "centered_clipping",
     "covariance_filter",

@@ -36,6 +36,42 @@ class InfeasibleError(UserError):
     """A rule's parameters do not allow the number of clients at hand; the message gives the inequality."""
 
 
+@dataclass(frozen=True)
+class RoundPlan:
+    """What is known of a round before its first reply.
+
+    ``reference`` (d,) is the model sent, of which the first ``num_params`` elements are parameters and the
+    rest buffers; ``clients`` is the number of clients asked.
+    """
+
+    reference: torch.Tensor
+    num_params: int
+    server_round: int
+    clients: int
+
+
+class RunningAggregate(ABC):
+    """A rule at work on one round's updates, which come in blocks of clients and are gone afterwards.
+
+    The outcome is that of the rule on all updates at once, up to rounding. What the rule remembers from round
+    to round changes in :meth:`finish` only, so that a round given up half way leaves no trace.
+    """
+
+    @abstractmethod
+    def add(self, updates: ClientUpdates) -> None:
+        """Take the next clients with all d elements, buffers included; their memory is used again."""
+
+    @abstractmethod
+    def finish(self, refused: tuple[int, ...]) -> Aggregate:
+        """Return the outcome over the clients of all blocks, at least one; ``vector`` has the buffers too.
+
+        ``refused`` names the nodes whose replies were not valid.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the rule holds besides memory."""
+
+
 class Aggregator(ABC):
     """A rule with its parameters. State, where a rule has any, is keyed by node id and can be saved."""
 
@@ -49,6 +85,14 @@ class Aggregator(ABC):
     def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
         """Combine float buffers (n, b), such as BatchNorm's running statistics, by the shares just found."""
         return (aggregate.weights @ updates.params.double()).float()
+
+    def running(self, plan: RoundPlan) -> RunningAggregate | None:
+        """Return the rule ready to take updates in blocks; None if it has to see all of them at once."""
+        return None
+
+    def disk_bytes(self, clients: int, dim: int) -> int:
+        """Return how large a temporary file the rule needs where it takes updates in blocks."""
+        return 0
 
     def state_bytes(self, clients: int, dim: int) -> int:
         """Return how many bytes the rule keeps from round to round, for so many clients and parameters."""

@@ -90,6 +90,52 @@ def test_a_scenario_is_shown_with_the_memory_that_its_strategies_keep(
     assert "0.3 MB for the updates of 100 clients with 650 parameters; foolsgold keeps 0.3 MB\n" in shown
 
 
+def shown(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert main(["show", str(path)]) == 0
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("server memory"))
+
+
+LARGE = """
+rounds = 1
+strategies = {strategies}
+data.name = "digits"
+partition = {{name = "iid", clients = 500, min_samples = 1}}
+[model]
+name = "mlp"
+hidden = [20000]
+"""
+
+
+def test_strategies_that_combine_updates_as_they_come_need_less_and_say_what_goes_to_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    # 500 clients x (64 x 20,000 + 20,000 + 20,000 x 10 + 10) parameters x 4 bytes.
+    line = shown(LARGE.format(strategies=["mean", "median", "fed-credit"]), tmp_path, capsys)
+    assert line.startswith("server memory: 3,000.0 MB or about ")
+    assert "at a time (mean, fed-credit) for the updates of 500 clients with 1,500,010 parameters" in line
+    assert line.endswith(f"fed-credit needs 3,000.0 MB in {tmp_path} for a temporary file")
+    alone = shown(LARGE.format(strategies=["mean"]), tmp_path, capsys)
+    assert alone.startswith("server memory: about ")
+    assert "3,000.0 MB" not in alone
+
+
+def test_colluders_and_pre_aggregators_need_all_updates_at_once_and_a_selection_only_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = LARGE.format(strategies=["mean"])
+    for addition in (
+        '[[attacks]]\nname = "alie"\nfraction = 0.1\n',
+        '[[strategy.mean.before]]\nname = "clipping"\n',
+    ):
+        assert shown(plain + addition, tmp_path, capsys).startswith("server memory: 3,000.0 MB for the upd")
+    few = shown(plain + '[selection]\nname = "fraction"\nfraction = 0.02\n', tmp_path, capsys)
+    assert few.startswith("server memory: 60.0 MB for the updates of 10 clients")
+
+
 def test_without_the_data_a_scenario_is_shown_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,112 @@
+"""What is kept of a round's replies once their models are combined, and what else becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedplat.arrays import FlatArrays, Layout
+from fedplat.updates import ClientUpdates
+
+from .aggregators import Aggregate
+
+STREAM_ABOVE = 1 << 30
+"""Bytes of a round's updates up to which they are combined at once, where nothing else is said."""
+
+TRIM_EVERY = 8
+"""Blocks after which freed memory goes back to the system: between them it grows by a few megabytes each."""
+
+_BLOCK_BYTES = 32 << 20
+
+
+def rows_per_block(layout: Layout) -> int:
+    """Return how many clients are combined at a time: 32 MiB of them, at least one.
+
+    It depends on the model alone: sums are formed in the same order however many workers there are.
+    """
+    return max(1, _BLOCK_BYTES // max(4 * layout.dim, 1))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: the clients that train meanwhile have the other cores.
+
+    Threads that wait for one another on busy cores are many times slower. It also keeps sums the same bits
+    on any number of cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is kept of the accepted replies once they are combined, by row: all but the models."""
+
+    node_ids: NDArray[np.uint64]
+    num_examples: NDArray[np.int64]
+    update_norms: NDArray[np.float64]
+    side: NDArray[np.uint8]
+    metrics: Sequence[Mapping[str, float]]
+
+    @classmethod
+    def of(cls, updates: ClientUpdates, metrics: Sequence[Mapping[str, float]]) -> Accepted:
+        """Take it from updates; nothing refers to their memory."""
+        return cls(updates.node_ids, updates.num_examples, updates.update_norms, updates.side.copy(), metrics)
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Accepted]) -> Accepted:
+        """Put blocks together, in their order."""
+        return cls(
+            np.concatenate([block.node_ids for block in blocks]),
+            np.concatenate([block.num_examples for block in blocks]),
+            np.concatenate([block.update_norms for block in blocks]),
+            np.concatenate([block.side for block in blocks]),
+            [metrics for block in blocks for metrics in block.metrics],
+        )
+
+
+def new_model(accepted: Accepted, aggregate: Aggregate, reference: FlatArrays) -> FlatArrays:
+    """Return the model of a combined vector (d,), with integers and without negative variances."""
+    used = aggregate.accepted.numpy()
+    side = _middle_of_integers(accepted.side[used] if used.any() else accepted.side, reference)
+    new = FlatArrays(reference.layout, aggregate.vector.numpy(), side)
+    for entry in reference.layout.entries:
+        if entry.in_vector and entry.name.endswith("running_var"):
+            part = new.vector[entry.start : entry.stop]
+            np.maximum(part, 0, out=part)
+    return new
+
+
+def _middle_of_integers(sides: np.ndarray, reference: FlatArrays) -> np.ndarray:
+    """Combine integer arrays, such as BatchNorm's counters, by the lower median, some client's own."""
+    new = reference.side.copy()
+    for entry in reference.layout.entries:
+        if not entry.in_vector:
+            values = np.ascontiguousarray(sides[:, entry.start : entry.stop]).view(entry.dtype)
+            middle = np.sort(values, axis=0)[(len(values) - 1) // 2]
+            new[entry.start : entry.stop] = middle.view(np.uint8)
+    return new
+
+
+def weighted_metrics(metrics: Sequence[Mapping[str, float]], shares: np.ndarray) -> dict[str, float]:
+    """Average the metrics that more than half of the clients sent, except the sample counts themselves.
+
+    A client may lack one, such as the loss of a training that skipped every batch; then the others count.
+    """
+    sent = Counter(name for m in metrics for name in m)
+    averages = {}
+    for name in sorted(sent.keys() - {"num-examples"}):
+        having = [(s, m[name]) for s, m in zip(shares, metrics, strict=True) if name in m]
+        if 2 * len(having) > len(metrics):
+            averages[name] = float(sum(s * value for s, value in having) / sum(s for s, _ in having))
+    return averages
