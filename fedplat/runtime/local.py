@@ -11,6 +11,7 @@ import pickle
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,9 +55,18 @@ class _Worker:
         self.process = process
         self.connection = connection
         self.units: deque[Unit] = deque()
-        self.batch: Batch | None = None
+        self._batch: Callable[[], Batch | None] = lambda: None
         self.known_contents: set[int] = set()
         self.known_buffers: set[int] = set()
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch of the contents sent last, unless it is over: its memory is not held for it."""
+        return self._batch()
+
+    @batch.setter
+    def batch(self, batch: Batch) -> None:
+        self._batch = weakref.ref(batch)
 
     def send(self, kind: str, value: Any) -> None:
         self.connection.send_bytes(pickle.dumps((kind, value), protocol=pickle.HIGHEST_PROTOCOL))

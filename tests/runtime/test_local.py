@@ -384,3 +384,11 @@ def test_large_states_travel_both_ways_without_blocking() -> None:
     with LocalGrid(app_of(hoarder), 6, workers=2) as grid:
         for _ in range(3):
             assert not any(r.has_error() for r in ask(grid, timeout=120))
+
+
+def test_no_worker_holds_the_memory_of_replies_that_nobody_has_any_more() -> None:
+    with LocalGrid(plain_app(), 4, workers=2) as grid:
+        for _ in range(3):
+            replies = ask(grid)
+            del replies
+        assert not grid._pool._leased
