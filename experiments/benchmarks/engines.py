@@ -1,313 +1,249 @@
-"""Seconds per round of the same work on several engines, as ratios from one run.
+"""``fedplat benchmark engines``: the same federated round on several engines.
 
-    python experiments/benchmarks/engines.py [--clients 40] [--rounds 3] [--model cnn-hfl] [--repeats 3]
-
-``training`` trains the same clients on the same batches by our local engine, by a plain PyTorch loop (one
-process with all cores; one process per core), and by Flower's Ray simulation running our ``ClientApp``.
-``transport`` moves models of 1 and 10 MB through clients that only return new arrays, against a bare
-in-process ``Grid`` and Ray. The engines take turns; medians are printed and written as JSON.
+``training`` trains the same clients on the same batches from the same model; after the first round all
+engines must hold the same model. ``no-op`` measures what an engine adds to a client that does nothing, and
+``gpu`` the engine against the plain loop on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import logging
-import multiprocessing
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, cast
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-from flwr.serverapp.strategy import FedAvg
 
-from fedplat.clients.app import ClientTask, make_client_app
-from fedplat.config import load
-from fedplat.experiment import build_situation
-from fedplat.rng import generator
-from fedplat.runtime.local import LocalGrid, available_cores
-from fedplat.strategies import Mean
+from fedplat import registry
+from fedplat.errors import UserError
 
-Seconds = list[float]
+from . import engine_flower, engine_peers, engine_plain
+from .children import in_child
+from .common import Report, Section, chosen, compared, cores, installed, middle, quiet, spread, take_turns
+from .engine_results import (
+    BLAZE,
+    COLUMNS,
+    COPY,
+    LOOPS,
+    OURS,
+    PFL,
+    RAY,
+    TOLERANCE,
+    agreement,
+    engine_overhead,
+    training_rows,
+)
+from .workload import Turn, Workload, before_forks, data_here, vector_of
+
+# What may be typed for each of them.
+NAMES = {"fedplat": (OURS,), "loop": LOOPS, "ray": (RAY,), "pfl": PFL, "blazefl": (BLAZE,)}
+PARTS = ("training", "no-op", "gpu")
+# The most samples that all clients together train on in a round: what makes a full run about an hour.
+MODELS = {"softmax": 30_000, "mlp": 30_000, "cnn-hfl": 20_000, "cnn-fedavg": 1_000}
+CLIENTS, BATCHES, SAMPLES = (10, 100, 1000), (10, 64), 600
+_PATIENCE = 60.0  # seconds of an engine in one cell, after which it gets no further turn
+IDLE_CLIENTS = {62_000: 100, 11_200_000: 10}
+
+
+class DisagreementError(RuntimeError):
+    """Engines that were given the same work came to different models, or ours could not do it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; ``samples`` is per client, and ``limit`` the longest a turn may take, in seconds."""
+
+    parts: tuple[str, ...] = PARTS
+    models: tuple[str, ...] = tuple(MODELS)
+    clients: tuple[int, ...] = CLIENTS
+    batches: tuple[int, ...] = BATCHES
+    engines: tuple[str, ...] = tuple(NAMES)
+    samples: int | None = None
+    repeats: int = 3
+    rounds: int = 2
+    seed: int = 1
+    limit: float = 300.0
+    idle: tuple[tuple[int, int], ...] = tuple(IDLE_CLIENTS.items())
+
+
+QUICK: dict[str, Any] = {"models": ("cnn-hfl",), "clients": (10,), "batches": (64,), "samples": 200}
+QUICK |= {"repeats": 2, "idle": ((62_000, 20), (11_200_000, 3))}
+
+
+def check(options: Options) -> None:
+    """Raise UserError for a part, model or engine that does not exist."""
+    chosen("part", options.parts, PARTS)
+    chosen("engine", options.engines, NAMES)
+    for model in options.models:
+        registry.find("models", model)
+
+
+def measure(options: Options, report: Report) -> None:
+    """Fill the report; raises DisagreementError at the end if engines disagreed."""
+    quiet()
+    if "pfl" in options.engines and installed("pfl"):
+        importlib.import_module("pfl.model.pytorch")  # it sets itself up in a main process only
+    before_forks()
+    report.options = asdict(options)
+    if "training" in options.parts:
+        _training(options, report)
+    if "no-op" in options.parts:
+        report.add(_no_op(options, report))
+    if "gpu" in options.parts:
+        report.add(_gpu(options, report))
+    if report.failed:
+        raise DisagreementError("; ".join(report.failed))
+
+
+def missing(options: Options) -> list[str]:
+    """Return why engines that were asked for cannot take part."""
+    absent = {
+        "ray": ("ray", "flwr[simulation]"),
+        "pfl": ("pfl", "fedplat[bench]"),
+        "blazefl": ("blazefl", "blazefl[contrib,reproducibility]"),
+    }
+    return [
+        f"{NAMES[name][0].split(',')[0]}: not installed (pip install '{package}')"
+        for name, (module, package) in absent.items()
+        if name in options.engines and not installed(module)
+    ]
+
+
+def engines(work: Workload, options: Options) -> dict[str, Callable[[], Turn]]:
+    """Return what takes a turn for a workload, by the engine's name."""
+    rounds, limit = options.rounds, options.limit
+    every: dict[str, Callable[[], Turn]] = {
+        OURS: lambda: engine_flower.local_engine(work, rounds, limit),
+        LOOPS[0]: lambda: engine_plain.loop(work, rounds, 1),
+        LOOPS[1]: lambda: engine_plain.loop(work, rounds, cores()),
+        LOOPS[2]: lambda: engine_plain.process_per_core(work, rounds),
+        RAY: lambda: engine_flower.ray_simulation(work, rounds, limit),
+        PFL[0]: lambda: engine_peers.pfl_simulation(work, rounds, 1),
+        PFL[1]: lambda: engine_peers.pfl_simulation(work, rounds, cores()),
+        BLAZE: lambda: engine_peers.blazefl_simulation(work, rounds),
+    }
+    names = [
+        engine
+        for name in NAMES
+        if name in options.engines and (name not in ("ray", "pfl", "blazefl") or installed(name))
+        for engine in NAMES[name]
+    ]
+    return {name: every[name] for name in names}
+
+
+def _turns(
+    things: Mapping[str, Callable[[], Any]], options: Options, report: Report
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Let every thing take its turns, each in a process of its own."""
+
+    def turn(thing: Callable[[], Any]) -> Any:
+        return in_child(thing, options.limit).value
+
+    bound = {name: functools.partial(turn, thing) for name, thing in things.items()}
+    return take_turns(bound, options.repeats, report.say, _PATIENCE)
+
 
 # Training --------------------------------------------------------------------------------------------------
 
 
-class LazyApp(ClientApp):
-    """Our ``ClientApp``, built in each process from its configuration instead of being sent with its data."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.config = config
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        return built_app(json.dumps(self.config))(message, context)
-
-
-@functools.cache
-def built_app(config: str) -> ClientApp:
-    return make_client_app(task_of(config))
+def _training(options: Options, report: Report) -> None:
+    data, note = data_here(options.seed)
+    notes = [note] if note else []
+    for model in options.models:
+        for clients in options.clients:
+            for batch in options.batches:
+                samples = options.samples or max(10, min(SAMPLES, MODELS.get(model, 1_000) // clients))
+                work = Workload(model, clients, batch, samples, data, options.seed)
+                report.add(_train(work, options, report, notes))
 
 
-@functools.cache
-def task_of(config: str) -> ClientTask:
-    torch.set_num_threads(1)
-    return build_situation(load(json.loads(config), "benchmark"), "cpu").task
+def _train(work: Workload, options: Options, report: Report, notes: Sequence[str]) -> Section:
+    title = f"training: {work.model}, {work.clients} clients, batch {work.batch}"
+    try:
+        work.situation()
+    except UserError as error:
+        return Section(title, COLUMNS, [], list(notes), [f"all engines: {error}"])
+    section = _compared(title, work, engines(work, options), options, report)
+    section.notes[:0] = notes
+    section.skipped[:0] = missing(options)
+    return section
 
 
-def timed(strategy_class: type) -> tuple[Any, Seconds]:
-    """Return a strategy that notes when its rounds begin and end."""
-    marks: Seconds = []
-
-    class Timed(strategy_class):
-        def configure_train(self, *args: Any) -> Iterable[Message]:
-            marks.append(time.perf_counter())
-            return super().configure_train(*args)
-
-        def aggregate_train(self, *args: Any) -> Any:
-            arrays, metrics = super().aggregate_train(*args)
-            marks.append(time.perf_counter())
-            refused = [r for r in getattr(self, "reports", []) if r.status != "accepted"]
-            if arrays is None or refused:
-                raise RuntimeError(f"clients failed, so there is nothing to compare: {refused[:1]}")
-            return arrays, metrics
-
-    return Timed(fraction_evaluate=0.0), marks
-
-
-def rounds_of(marks: Seconds) -> Seconds:
-    return [end - start for start, end in zip(marks[::2], marks[1::2], strict=True)]
-
-
-def local_engine(config: dict[str, Any], rounds: int) -> Seconds:
-    situation = build_situation(load(config, "benchmark"), "cpu")
-    strategy, marks = timed(Mean)
-    with LocalGrid(make_client_app(situation.task), situation.num_clients) as grid:
-        strategy.start(grid, situation.initial, num_rounds=rounds)
-    return rounds_of(marks)
+def _compared(
+    title: str, work: Workload, things: Mapping[str, Callable[[], Turn]], options: Options, report: Report
+) -> Section:
+    """Let engines take their turns at a workload; what must not be is noted in the report's failures."""
+    here = replace(work, device="cpu")
+    start = engine_plain.PlainTrainer(here).state()
+    initial = vector_of({name: value.numpy() for name, value in start.items()})
+    title += f" ({initial.size:,} parameters, {len(here.task.parts[0])} samples each of {work.data})"
+    report.say(title)
+    turns, failures = _turns(things, options, report)
+    differences = agreement({name: of[0].model for name, of in turns.items()}, initial)
+    report.failed += [
+        f"{title}: the model of {name} differs from the others' by {relative:.3g} of the largest change"
+        for name, (_, relative) in differences.items()
+        if not relative <= TOLERANCE
+    ]
+    report.failed += [f"{title}: {name}: {why}" for name, why in failures.items() if name == OURS]
+    seconds = {name: [s for turn in of for s in turn.seconds[1:]] for name, of in turns.items()}
+    arithmetic = {name: [s for turn in of for s in turn.arithmetic[1:]] for name, of in turns.items()}
+    overhead = engine_overhead(seconds, arithmetic)
+    skipped = [f"{name}: {why}" for name, why in failures.items()]
+    rows = training_rows(seconds, differences)
+    return Section(title, COLUMNS, rows, [overhead] if overhead else [], skipped)
 
 
-def ray_simulation(config: dict[str, Any], rounds: int) -> Seconds:
-    situation = build_situation(load(config, "benchmark"), "cpu")
-    strategy, marks = timed(Mean)
-    run_on_ray(
-        LazyApp(config), situation.num_clients, lambda grid: strategy.start(grid, situation.initial, rounds)
+# Clients that do nothing, and the GPU ----------------------------------------------------------------------
+
+
+def _no_op(options: Options, report: Report) -> Section:
+    columns = ("engine", "parameters", "clients", "ms per client", "in copies", "x ours", "spread")
+    kinds = {OURS: "ours", "bare grid": "bare"} | (
+        {RAY: "ray"} if "ray" in options.engines and installed("ray") else {}
     )
-    return rounds_of(marks)
-
-
-def run_on_ray(app: ClientApp, clients: int, serve: Callable[[Any], Any]) -> None:
-    from flwr.simulation import run_simulation
-
-    server = ServerApp()
-
-    @server.main()
-    def main(grid: Any, context: Context) -> None:
-        serve(grid)
-
-    config: Any = {
-        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"log_to_driver": False},
+    rounds, limit, sizes = options.rounds + 2, options.limit, options.idle
+    work: dict[str, Callable[[], list[list[float]]]] = {
+        name: functools.partial(engine_flower.carry, kind, sizes, rounds, limit)
+        for name, kind in kinds.items()
     }
-    run_simulation(server, app, num_supernodes=clients, backend_config=config)
+    work[COPY] = lambda: [[0.0, engine_flower.copy_seconds(parameters)] for parameters, _ in sizes]
+    report.say("clients that do nothing")
+    turns, failures = _turns(work, options, report)
+    rows: list[dict[str, Any]] = []
+    for number, (parameters, clients) in enumerate(sizes):
+        # The first round of each size is left out: it starts workers and finds memory.
+        seconds = {name: [s for turn in of for s in turn[number][1:]] for name, of in turns.items()}
+        copies = seconds.pop(COPY)
+        per_client = {name: [s / clients for s in of] for name, of in seconds.items()}
+        for name, figures in compared(per_client, OURS).items():
+            each = figures["seconds"]
+            values = (name, parameters, clients, 1000 * each, each / middle(copies))
+            of = (*values, figures["ratio"], figures["spread"])
+            rows.append(dict(zip(columns, of, strict=True)))
+        last = (COPY, parameters, None, 1000 * middle(copies), 1.0, None, spread(copies))
+        rows.append(dict(zip(columns, last, strict=True)))
+    notes = [
+        "clients return what they got; from sending the first message to having the last reply",
+        "the bare grid calls the clients in this process and hands the same arrays on",
+    ]
+    return Section("no-op client", columns, rows, notes, [f"{name}: {why}" for name, why in failures.items()])
 
 
-def plain_client(task: ClientTask, partition: int, server_round: int, state: dict[str, torch.Tensor]) -> dict:
-    """Train one client the way a tutorial does."""
-    training, model = task.training, task.build_model()
-    model.load_state_dict(state)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay
-    )
-    x, y = task.samples(partition)
-    for _ in range(training.epochs):
-        order = torch.from_numpy(generator(task.seed, "batches", partition, server_round).permutation(len(y)))
-        for batch in order.split(training.batch_size):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    return model.state_dict()
-
-
-def average(states: list[dict[str, torch.Tensor]], sizes: list[int]) -> dict[str, torch.Tensor]:
-    mean = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
-    for state, size in zip(states, sizes, strict=True):
-        for name, tensor in state.items():
-            mean[name] += tensor * (size / sum(sizes))
-    return mean
-
-
-def plain_loop(config: dict[str, Any], rounds: int) -> Seconds:
-    task = build_situation(load(config, "benchmark"), "cpu").task
-    state, sizes, seconds = task.build_model().state_dict(), [len(p) for p in task.parts], []
-    for number in range(1, rounds + 1):
-        start = time.perf_counter()
-        states = [plain_client(task, i, number, state) for i in range(len(task.parts))]
-        state = average(states, sizes)
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-_TASK: ClientTask | None = None
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _pooled_client(job: tuple[int, int, dict[str, Any]]) -> dict[str, Any]:
-    partition, server_round, state = job
-    assert _TASK is not None
-    tensors = {name: torch.from_numpy(value) for name, value in state.items()}
-    trained = plain_client(_TASK, partition, server_round, tensors)
-    return {name: value.numpy() for name, value in trained.items()}
-
-
-def plain_pool(config: dict[str, Any], rounds: int) -> Seconds:
-    global _TASK
-    _TASK = build_situation(load(config, "benchmark"), "cpu").task
-    sizes, seconds = [len(p) for p in _TASK.parts], []
-    state = {k: v.numpy() for k, v in _TASK.build_model().state_dict().items()}
-    with multiprocessing.get_context("fork").Pool(available_cores(), initializer=_one_thread) as pool:
-        for number in range(1, rounds + 1):
-            start = time.perf_counter()
-            jobs = [(i, number, state) for i in range(len(sizes))]
-            states = [
-                {k: torch.from_numpy(v) for k, v in s.items()}
-                for s in pool.imap(_pooled_client, jobs, chunksize=1)
-            ]
-            state = {k: v.numpy() for k, v in average(states, sizes).items()}
-            seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-# Transport -------------------------------------------------------------------------------------------------
-
-
-def moving_app() -> ClientApp:
-    """Return new arrays of the received shapes and do nothing else."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        received = cast(ArrayRecord, message.content["arrays"])
-        arrays = [array + np.float32(1) for array in received.to_numpy_ndarrays()]
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
-
-    return app
-
-
-class BareGrid(LocalGrid):
-    """The least a Grid can do: call the ``ClientApp`` in this process, message by message."""
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        replies = []
-        for number, message in enumerate(messages):
-            message.metadata.__dict__["_message_id"] = str(number)
-            node = message.metadata.dst_node_id
-            context = Context(1, node, self._node_configs[node], RecordDict(), {})
-            try:
-                replies.append(self._app(message, context))
-            except Exception as error:
-                replies.append(Message(Error(2, str(error)), reply_to=message))
-        return replies
-
-
-def transport(engine: str, clients: int, megabytes: int, rounds: int) -> Seconds:
-    initial = ArrayRecord([np.zeros(megabytes * 25_000, np.float32) for _ in range(10)])
-    strategy, marks = timed(FedAvg)
-    if engine == "ray":
-        run_on_ray(moving_app(), clients, lambda grid: strategy.start(grid, initial, num_rounds=rounds))
-    else:
-        kind = BareGrid if engine == "bare grid" else LocalGrid
-        with kind(moving_app(), clients) as grid:
-            strategy.start(grid, initial, num_rounds=rounds)
-    return rounds_of(marks)
-
-
-# Running and printing --------------------------------------------------------------------------------------
-
-
-def take_turns(engines: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, float]:
-    """Return the median over all rounds but the first of each turn, which also starts things."""
-    seconds: dict[str, Seconds] = {name: [] for name in engines}
-    for _ in range(repeats):
-        for name, engine in engines.items():
-            seconds[name] += engine()[1:]
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def print_table(title: str, results: dict[str, float], ours: str) -> None:
-    print(f"\n{title}\n{'engine':<28}{'s per round':>12}{'relative to ours':>18}")
-    for name, seconds in results.items():
-        print(f"{name:<28}{seconds:>12.4f}{seconds / results[ours]:>17.2f}x")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--clients", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="cnn-hfl")
-    parser.add_argument("--data", default="mnist")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-ray", action="store_true")
-    parser.add_argument("--only", choices=["training", "transport"])
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmark-engines.json"))
-    options = parser.parse_args()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    config = {
-        "name": "benchmark",
-        "rounds": options.rounds,
-        "data": {"name": options.data},
-        "partition": {"name": "iid", "clients": options.clients},
-        "model": {"name": options.model},
-        "training": {"batch_size": options.batch_size, "lr": 0.05, "momentum": 0.9},
+def _gpu(options: Options, report: Report) -> Section:
+    title = "training on a GPU"
+    if not torch.cuda.is_available():
+        return Section(title, COLUMNS, [], [], ["torch finds no CUDA GPU here"])
+    data, note = data_here(options.seed)
+    model, batch, clients = options.models[-1], options.batches[-1], min(100, max(options.clients))
+    samples = options.samples or SAMPLES
+    work = Workload(model, clients, batch, samples, data, options.seed, "cuda")
+    things: dict[str, Callable[[], Turn]] = {
+        OURS: lambda: engine_flower.local_engine(work, options.rounds, options.limit),
+        LOOPS[0]: lambda: engine_plain.loop(work, options.rounds, 1),
     }
-    facts = {"cores": available_cores(), "python": platform.python_version(), "torch": torch.__version__}
-    results: dict[str, Any] = {"options": vars(options) | {"json": str(options.json)}, "machine": facts}
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    if options.only != "transport":
-        engines: dict[str, Callable[[], Seconds]] = {
-            "fedplat local engine": lambda: local_engine(config, options.rounds),
-            "plain loop, all cores": lambda: plain_loop(config, options.rounds),
-            "plain loop, process per core": lambda: plain_pool(config, options.rounds),
-        }
-        if not options.no_ray:
-            engines["Flower Ray simulation"] = lambda: ray_simulation(config, options.rounds)
-        results["training"] = take_turns(engines, options.repeats)
-        work = f"{options.clients} clients, {options.data}, {options.model}, batch {options.batch_size}"
-        print_table(f"training: {work}", results["training"], "fedplat local engine")
-    if options.only != "training":
-        names = ["fedplat local engine", "bare grid", *([] if options.no_ray else ["ray"])]
-        for clients, megabytes in ((10, 1), (100, 1), (10, 10), (100, 10)):
-            turns = {
-                name: functools.partial(transport, name, clients, megabytes, options.rounds + 3)
-                for name in names
-            }
-            measured = take_turns(turns, options.repeats)
-            results[f"transport {clients} x {megabytes} MB"] = measured
-            print_table(f"transport: {clients} clients x {megabytes} MB", measured, "fedplat local engine")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nwritten to {options.json}")
-
-
-if __name__ == "__main__":
-    # As a module that other processes can import, which is how Ray's workers find the client.
-    from fedplat.experiments.benchmarks import engines
-
-    engines.main()
+    title += f": {model}, {clients} clients, batch {batch}"
+    section = _compared(title, work, things, options, report)
+    section.notes[:0] = [note] if note else []
+    return section

@@ -1,4 +1,4 @@
-"""The command line: ``fedplat run``, ``list``, ``show``, ``report``, ``partition``.
+"""The command line: ``fedplat run``, ``list``, ``show``, ``report``, ``partition``, ``benchmark``.
 
 Exit status: 0 for success, 2 for a user's mistake, 130 after Ctrl-C and 143 after SIGTERM, both with the
 state of a run saved. Anything else that goes wrong is a fault of the program and keeps its traceback.
@@ -18,7 +18,7 @@ import typer
 
 from .. import __version__
 from ..errors import UserError
-from . import listing, partition, report, run, show
+from . import benchmark, listing, partition, report, run, show
 from .common import INTERRUPTED, USER_ERROR
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("list")(listing.list_names)
 app.command("show")(show.show)
 app.command("report")(report.report)
 app.command("partition")(partition.partition)
+app.command("benchmark")(benchmark.benchmark)
 
 
 def _print_version(wanted: bool) -> None:
