@@ -38,7 +38,9 @@ class ExperimentApp(GroupApp):
         self._model: FlatModel | None = None
         self._trainer: StackedTrainer | None = None
         self._stacked = execution.stacked
-        self.group_limit, self.group_exact = execution.group, execution.exact
+        self.group_limit = execution.group
+        # On a GPU there is one worker, whose groups are therefore always the same.
+        self.group_exact = execution.exact or task.device != "cpu"
         self.train()(self._train)
         self.evaluate()(self._evaluate)
         self.query()(self._which_partition)
@@ -92,7 +94,7 @@ class ExperimentApp(GroupApp):
             Learner(
                 own,
                 generator(task.seed, "batches", *keys),
-                torch.Generator(model.device).manual_seed(torch_seed(task.seed, "client", *keys)),
+                self._dropout_generator(keys) if self._trainer.kernel.dropout else None,
                 _load_optimizer(context) if task.training.keep_optimizer else None,
             )
             for own, keys, context in zip(rows, who, contexts, strict=True)
@@ -100,6 +102,10 @@ class ExperimentApp(GroupApp):
         start = [_arrays_of(message, model) for message in messages]
         trained, results = self._trainer.train(start, x, y, learners)
         return [self._reply(*four) for four in zip(messages, contexts, trained, results, strict=True)]
+
+    def _dropout_generator(self, keys: tuple[int, int]) -> torch.Generator:
+        random = torch.Generator(self._task.device)
+        return random.manual_seed(torch_seed(self._task.seed, "client", *keys))
 
     def _samples(self, who: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
         """Return samples and labels that hold all clients' own, and where each client's are."""

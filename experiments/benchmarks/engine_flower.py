@@ -15,7 +15,10 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedplat.clients.app import make_client_app
+from fedplat.clients.stacked.execution import Execution, measured_execution
+from fedplat.clients.task import ClientTask
 from fedplat.compat import set_task_identity
+from fedplat.datasets.cache import default_cache
 from fedplat.runtime.local import LocalGrid
 from fedplat.strategies import Mean
 
@@ -73,13 +76,19 @@ class TimedMean(Mean):
 
 
 def local_engine(work: Workload, rounds: int, timeout: float) -> Turn:
-    """Train on fedplat's engine: worker processes on a CPU, this process on a GPU."""
+    """Train on fedplat's engine: worker processes on a CPU, this process on a GPU, groups as in a run."""
     situation = work.situation()
+    app = make_client_app(situation.task, execution_of(situation.task))
     strategy = TimedMean(situation.num_clients)
     workers = None if work.device == "cpu" else 0
-    with LocalGrid(make_client_app(situation.task), situation.num_clients, workers=workers) as grid:
+    with LocalGrid(app, situation.num_clients, workers=workers) as grid:
         strategy.start(grid, situation.initial, num_rounds=rounds, timeout=timeout)
     return strategy.turn
+
+
+def execution_of(task: ClientTask) -> Execution:
+    """Return how ``fedplat run`` would train the clients: by a trial, or what an earlier one found."""
+    return measured_execution(task.build_model, task.training, task.sample(), task.device, default_cache())
 
 
 def ray_simulation(work: Workload, rounds: int, timeout: float) -> Turn:

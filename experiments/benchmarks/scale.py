@@ -21,7 +21,7 @@ from fedplat.runtime.local import LocalGrid
 from fedplat.strategies import FedCredit, Mean
 
 from .children import Child, in_child
-from .common import Report, Section, chosen, cores, memory, middle, quiet, spread, take_turns
+from .common import Report, Section, chosen, cores, middle, quiet, spread, take_turns
 from .workload import before_forks
 
 # Sizes of the README's models on MNIST.
@@ -114,12 +114,6 @@ def measure(options: Options, report: Report) -> None:
 def _section(model: str, parameters: int, options: Options, report: Report) -> Section:
     rows, skipped = [], []
     for clients in sorted(options.clients):
-        replies, free = 4 * parameters * clients, memory("MemAvailable")
-        if free and replies > 0.8 * free and not _may_stream():
-            skipped.append(
-                f"{clients:,} clients: their replies are {replies / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            )
-            continue
         report.say(f"{model}, {clients:,} clients")
         things = {
             name: functools.partial(
@@ -135,14 +129,9 @@ def _section(model: str, parameters: int, options: Options, report: Report) -> S
         rows += [_row(name, clients, parameters, of) for name, of in turns.items()]
     notes = [
         f"{cores()} worker processes; peaks are proportional set sizes, in which shared pages count once",
-        "s train is from the first message to the last reply, s aggregate is the rule",
+        "above 1 GiB of replies they are combined as they come: then s train is what was waited for them",
     ]
     return Section(f"scale: {model}", COLUMNS, rows, notes, skipped)
-
-
-def _may_stream() -> bool:
-    """Whether strategies can combine replies as they come, without holding them all."""
-    return any(hasattr(kind, "streams") for kind in (Mean, FedCredit))
 
 
 def _row(strategy: str, clients: int, parameters: int, turns: list[Child]) -> dict[str, Any]:
