@@ -7,9 +7,11 @@ import torch
 
 from .base import Aggregate
 from .coordinatewise import median, shares_of, weighted_sum
-from .distances import distances_to
+from .distances import distances_to, scalar_products
 
 _TINY = 1e-300
+_GRAM_CLIENTS = 128  # beyond, the products cost more than the ten or so steps they save
+_CANCELLED = 1e-8  # of the squares they are a difference of: below, distances are not good to 8 digits
 
 
 def geometric_median(
@@ -24,16 +26,23 @@ def geometric_median(
     Starts from the coordinate-wise median, so that a far outlier cannot slow it down, and stops when a step
     is shorter than ``tolerance`` times the median distance to the clients. A step that lands on a client's
     point is defined. ``weights`` (n,) are equal by default; ``diagnostics`` has the number of steps and the
-    objective. O(n·d) a step. Vardi and Zhang, PNAS 2000; for aggregation Pillutla et al., 2019 (RFA).
+    objective. Up to 128 clients O(n²·d) for their scalar products and then O(n²) a step; otherwise, and from
+    where a step comes very close to a client, O(n·d) a step. Vardi and Zhang, PNAS 2000; for aggregation
+    Pillutla et al., 2019 (RFA).
 
     >>> geometric_median(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])).vector
     tensor([0.2113, 0.2113])
     """
     n = len(matrix)
-    w = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64)
-    shares = shares_of(weights, n)
+    w = torch.ones(n, dtype=torch.float64) if weights is None else weights.to("cpu", torch.float64)
+    shares = shares_of(w, n)
     point = median(matrix).vector.double()
     steps, arrived = 0, False
+    if 1 < n <= _GRAM_CLIENTS:
+        gram = scalar_products(matrix, centre=point)
+        place, steps, arrived = _walk(gram, w, tolerance, max_steps)
+        if steps:
+            shares, point = place, weighted_sum(matrix, place)
     while not arrived and steps < max_steps:
         steps += 1
         distances = distances_to(matrix, point)
@@ -54,6 +63,31 @@ def geometric_median(
     objective = float((w * distances_to(matrix, point)).sum())
     accepted = torch.ones(n, dtype=torch.bool)
     return Aggregate(point.float(), shares, accepted, diagnostics={"steps": steps, "objective": objective})
+
+
+def _walk(
+    gram: torch.Tensor, w: torch.Tensor, tolerance: float, max_steps: int
+) -> tuple[torch.Tensor, int, bool]:
+    """Take Weiszfeld's steps on scalar products (n, n) about the start; O(n²) each.
+
+    Returns the clients' shares (n,) in the point reached, the number of steps, and whether it has arrived;
+    if not, then it came so close to a client that products do not tell the distance any more.
+    """
+    norms = gram.diagonal()
+    shares = torch.zeros_like(w)
+    for step in range(1, max_steps + 1):
+        towards = gram @ shares
+        own = shares @ towards
+        squared = norms - 2 * towards + own
+        if not bool((squared > _CANCELLED * torch.maximum(norms, own)).all()):
+            return shares, step - 1, False
+        distances = squared.sqrt()
+        inverse = w / distances
+        moved = inverse / inverse.sum() - shares
+        shares = inverse / inverse.sum()
+        if bool((moved @ gram @ moved).clamp(min=0).sqrt() <= tolerance * distances.median()):
+            return shares, step, True
+    return shares, max_steps, False
 
 
 def smoothed_weiszfeld(
@@ -94,7 +128,7 @@ def centered_clipping(
     n, d = matrix.shape
     if not tau > 0:
         raise ValueError(f"tau must be above 0, got {tau}")
-    point = torch.zeros(d, dtype=torch.float64) if center is None else center.double()
+    point = torch.zeros(d, dtype=torch.float64, device=matrix.device) if center is None else center.double()
     factors = torch.ones(n, dtype=torch.float64)
     for _ in range(steps):
         factors = (tau / distances_to(matrix, point).clamp(min=_TINY)).clamp(max=1)
@@ -124,7 +158,7 @@ def norm_clipping(
     """
     if not bound > 0:
         raise ValueError(f"bound must be above 0, got {bound}")
-    norms = distances_to(matrix, torch.zeros(matrix.shape[1]))
+    norms = distances_to(matrix, torch.zeros(matrix.shape[1], device=matrix.device))
     factors = (bound / norms.clamp(min=_TINY)).clamp(max=1)
     plain = shares_of(weights, len(matrix))
     clipped = plain * factors

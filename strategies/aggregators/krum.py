@@ -81,7 +81,7 @@ def bulyan(matrix: torch.Tensor, f: int) -> Aggregate:
         chosen.append(left.pop(min(ranks)[2]))
     # The matrix keeps its order, so that equally near values are taken in the order of the clients.
     rows = torch.tensor(sorted(chosen))
-    nearest = mean_around_median(matrix[rows], n - 4 * f)
+    nearest = mean_around_median(matrix, n - 4 * f, rows)
     weights = torch.zeros(n, dtype=torch.float64)
     weights[rows] = nearest.weights
     return Aggregate(nearest.vector, weights, weights > 0)
