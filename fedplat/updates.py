@@ -131,15 +131,14 @@ def squares_from(matrix: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
     def piece(bounds: tuple[int, int]) -> NDArray[np.float64]:
         start, stop = bounds
         sums = np.empty(n)
-        difference = np.empty((TILE_ROWS, stop - start), np.float32)
+        difference = np.empty((min(n, TILE_ROWS), stop - start), np.float32)
         for row in range(0, n, TILE_ROWS):
             tile = difference[: min(TILE_ROWS, n - row)]
             np.subtract(x[row : row + TILE_ROWS, start:stop], p[start:stop], out=tile)
             sums[row : row + TILE_ROWS] = run_squares(tile)
         return sums
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = torch.from_numpy(added(piece, tiles(d), n))
+    squares = torch.from_numpy(added(piece, tiles(n, d), n))
     for row in out_of_range(squares):
         squares[row] = (matrix[row].double() - point).square_().sum()
     return squares
@@ -160,8 +159,9 @@ def column_chunks(rows: int, columns: int, device: torch.device | None = None) -
 # Below this size (16 MB) rules work in float64 throughout: there they cost nothing that is felt.
 LARGE_ELEMENTS = 1 << 22
 
-TILE_ROWS = 4
+TILE_ROWS = 128
 _RUN = 512
+_ROWS_AT_ONCE = 16  # times a run, this is too little for BLAS to start threads of its own
 _LEAST_SQUARES = 1e-20
 _AHEAD = 256
 
@@ -176,21 +176,31 @@ def large_float32(matrix: torch.Tensor, *others: torch.Tensor) -> bool:
     return matrix.numel() >= LARGE_ELEMENTS and plain_float32(matrix, *others)
 
 
-def tiles(columns: int) -> list[tuple[int, int]]:
-    """Cut columns into ranges of which ``TILE_ROWS`` rows fit into a core's cache."""
-    return column_ranges(columns, max(1, _CHUNK_ELEMENTS >> 3))
+def tiles(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Cut columns into ranges, 4 MB for up to ``TILE_ROWS`` rows, so that threads rarely wait for Python."""
+    width = 4 * _CHUNK_ELEMENTS // max(min(rows, TILE_ROWS), 1)
+    return column_ranges(columns, max(1, width - width % _RUN, min(width, _RUN)))
 
 
 def spread(work: Callable[[P], T], pieces: Sequence[P]) -> Iterator[T]:
-    """Yield ``work`` of each piece, in order, done by as many threads as torch uses."""
+    """Yield ``work`` of each piece, in order, done by as many threads as torch uses.
+
+    Numbers that are not finite come and go without NumPy's warnings; ``work`` has to expect them.
+    """
+
+    def quiet(piece: P) -> T:
+        # Set here, since a thread does not take these settings over from the one that started it.
+        with np.errstate(all="ignore"):
+            return work(piece)
+
     threads = min(torch.get_num_threads(), len(pieces))
     if threads < 2:
-        yield from map(work, pieces)
+        yield from map(quiet, pieces)
         return
     with ThreadPoolExecutor(threads) as pool:
         # Not all at once: what is not yet taken would pile up.
         for first in range(0, len(pieces), _AHEAD):
-            yield from pool.map(work, pieces[first : first + _AHEAD])
+            yield from pool.map(quiet, pieces[first : first + _AHEAD])
 
 
 def added(work: Callable[[P], NDArray[np.float64]], pieces: Sequence[P], *shape: int) -> NDArray[np.float64]:
@@ -205,9 +215,9 @@ def run_squares(tile: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the sums of squares (m,) of the rows of a tile (m, c); in float32 within runs of 512."""
     m, c = tile.shape
     whole = c - c % _RUN
-    runs = tile[:, :whole].reshape(m, -1, 1, _RUN)
+    runs = tile[:, :whole].reshape(m, whole // _RUN, 1, _RUN)
     # One product of two vectors per run: BLAS keeps the speed of memory where einsum does not.
-    sums = np.matmul(runs, runs.transpose(0, 1, 3, 2)).reshape(m, -1).sum(axis=1, dtype=np.float64)
+    sums = np.matmul(runs, runs.transpose(0, 1, 3, 2)).sum(axis=(1, 2, 3), dtype=np.float64)
     return sums if whole == c else sums + np.square(tile[:, whole:].astype(np.float64)).sum(axis=1)
 
 
@@ -215,8 +225,14 @@ def run_products(tile: NDArray[np.float32], vector: NDArray[np.float32]) -> NDAr
     """Return the products (m,) of the rows of a tile (m, c) with a vector (c,), likewise."""
     m, c = tile.shape
     whole = c - c % _RUN
-    runs = tile[:, :whole].reshape(m, -1, _RUN).transpose(1, 0, 2)
-    sums = np.matmul(runs, vector[:whole].reshape(-1, _RUN, 1))[..., 0].sum(axis=0, dtype=np.float64)
+    runs = vector[:whole].reshape(whole // _RUN, 1, _RUN, 1)
+    sums = np.empty(m)
+    grouped = m - m % _ROWS_AT_ONCE
+    for first, last, size in ((0, grouped, _ROWS_AT_ONCE), (grouped, m, m - grouped)):
+        if first < last:
+            shape = ((last - first) // size, size, whole // _RUN, _RUN)
+            rows = tile[first:last, :whole].reshape(shape).transpose(2, 0, 1, 3)
+            sums[first:last] = np.matmul(rows, runs).sum(axis=0, dtype=np.float64).ravel()
     if whole == c:
         return sums
     return sums + tile[:, whole:].astype(np.float64) @ vector[whole:].astype(np.float64)

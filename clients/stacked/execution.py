@@ -8,8 +8,11 @@ import multiprocessing
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from fedplat.arrays import FlatArrays
 from fedplat.models.flat import FlatModel
+from fedplat.runtime.local import available_cores
 from fedplat.training_config import LocalTraining
 
 from ..training import train_one
@@ -25,11 +29,11 @@ from .modules import NotStackable
 from .trainer import Learner, StackedTrainer
 
 _USUAL_GROUP = 16
-_CPU_SIZES = (1, 4, 16, 64)
+_CPU_SIZES = (1, 4, 8, 16, 64)
 _GPU_SIZES = (1, 8, 32, 128, 512)
 _STEPS = 3
 _WORTH = 1.3  # stacking that changes bits has to be this much faster
-_AS_GOOD = 1.05  # of two sizes as fast as this, the smaller one
+_AS_GOOD = 1.1  # times the best: of sizes as fast as this, the smallest
 _LONG_STEP = 50e3  # microseconds: arithmetic is all of such a step on a CPU, so there is nothing to gain
 _LONG_TRY = 0.5  # seconds: long enough to be measured once
 _HOPELESS = 1.5  # times the best so far: larger groups will not be better
@@ -99,7 +103,7 @@ def measured_execution(
 ) -> Execution:
     """Return the fastest way for a model on this machine, from a trial of a few steps or an earlier one.
 
-    The trial runs in a process of its own on a CPU. On a GPU, groups grow while half of the free memory
+    The trial runs in processes of its own on a CPU. On a GPU, groups grow while half of the free memory
     holds them. What was measured is kept in ``cache`` under the model, the settings and the machine.
     """
     known = known_execution(build_model, training, sample)
@@ -112,7 +116,7 @@ def measured_execution(
     def trial() -> dict[str, float]:
         return _measure(FlatModel(build_model(), device), training, sample.to(device))
 
-    microseconds = trial() if device != "cpu" else _in_child(trial)
+    microseconds = trial() if device != "cpu" else _in_workers(trial)
     exact = _trainer(FlatModel(build_model()), training, sample).kernel.exact
     chosen = decide(microseconds, exact)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,26 +201,34 @@ def _seconds(work: Callable[[], None], device: torch.device, tries: int = 3) -> 
     return min(found[1:])  # the first one also allocates, and loads what is needed
 
 
-def _in_child(trial: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Run a trial with one thread in a forked process, or here where there is no fork."""
+def _in_workers(trial: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Run a trial in as many forked processes as there will be workers, and return the means.
+
+    Each has one thread. They run at once because they share caches and memory, as the workers will.
+    """
     if "fork" not in multiprocessing.get_all_start_methods():
         return trial()
-    ours, theirs = multiprocessing.Pipe(duplex=False)
+    fork = multiprocessing.get_context("fork")
 
-    def child() -> None:
+    def child(connection: Connection) -> None:
         torch.set_num_threads(1)
-        theirs.send(trial())
+        connection.send(trial())
 
-    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        measured: dict[str, float] = ours.recv()
-    except EOFError:
-        raise RuntimeError("the trial of group sizes ended without a result") from None
-    finally:
+    found: list[dict[str, float]] = []
+    running = []
+    for _ in range(available_cores()):
+        ours, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=child, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        running.append((process, ours))
+    for process, ours in running:
+        with suppress(EOFError):  # whatever ended it, it has printed
+            found.append(ours.recv())
         process.join()
-    return measured
+    if not found:
+        raise RuntimeError("the trial of group sizes ended without a result")
+    return {key: mean(each[key] for each in found) for key in found[0] if all(key in each for each in found)}
 
 
 def _trainer(model: FlatModel, training: LocalTraining, sample: Tensor) -> StackedTrainer:
@@ -228,7 +240,7 @@ def _key(build_model: Callable[[], nn.Module], training: LocalTraining, sample: 
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     name = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine()
     facts: list[Any] = [str(module), shapes, tuple(sample.shape), training.model_dump(exclude={"lr"})]
-    facts += [device, name, platform.node(), torch.__version__, 1]
+    facts += [device, name, platform.node(), available_cores(), torch.__version__, 2]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

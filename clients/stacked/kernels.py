@@ -203,7 +203,8 @@ class DenseKernel:
             if has_bias:
                 _accumulate(_part(target, by_name[f"{name}.bias"]), delta.sum(dim=1), beta, alpha)
             if before is not None:
-                delta = before.masked_fill_(inputs[number] == 0, 0.0)
+                # What ReLU let through is above zero, and is not needed any more.
+                delta = before.mul_(inputs[number].sign_())
         return losses
 
     def _tensors(self, stack: Stack, rows: slice) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -14,6 +14,7 @@ from ..grouped import GroupApp
 from .batch import Batch, Job
 
 _LEAST_GROUPS = 8  # in a round where the groups must not depend on the number of workers
+_LEAST_SHARED = 8  # clients: smaller groups lose more than a fair division gains
 _SHORT = 0.004  # seconds: shorter clients travel together, as a message costs about 0.2 ms
 
 
@@ -75,8 +76,11 @@ class Planner:
     def _run_length(self, jobs: int) -> Callable[[Job], tuple[tuple[int, str], int]]:
         """Return the function of a job that says with whom it may share a unit, and how many they may be."""
         share = -(-jobs // self._homes)
-        # Groups that decide on bits must not depend on the number of workers.
-        group = min(self._limit, share) if self._exact else max(1, min(self._limit, jobs // _LEAST_GROUPS))
+        # A worker that is held up should leave something for the others to take.
+        group = min(self._limit, share, max(_LEAST_SHARED, -(-share // 3)))
+        if not self._exact:
+            # Groups that decide on bits must not depend on the number of workers.
+            group = max(1, min(self._limit, jobs // _LEAST_GROUPS))
 
         def of(job: Job) -> tuple[tuple[int, str], int]:
             kind = job.task.content, job.message.metadata.message_type

@@ -21,6 +21,7 @@ _SHARE_SAMPLE = 4096
 
 _GROUP = 4
 _STRIP = 2048  # times a group, this is too little for BLAS to start threads of its own
+_PIECE_ELEMENTS = 1 << 21
 _LEAST_FACTOR = 1e-30  # smaller ones, or the inverse of larger, might leave the range of float32
 
 
@@ -94,9 +95,10 @@ def _grouped_sum(matrix: torch.Tensor, rows: slice | torch.Tensor, factors: torc
             sums = exact @ block.astype(np.float64)
         out[start:stop] = sums
 
-    with np.errstate(all="ignore"):
-        for _ in spread(piece, column_ranges(x.shape[1], 8 * _STRIP)):
-            pass
+    # Pieces of 8 MB: with smaller ones threads wait for Python.
+    strips = max(1, _PIECE_ELEMENTS // (len(factors) * _STRIP))
+    for _ in spread(piece, column_ranges(x.shape[1], strips * _STRIP)):
+        pass
     return torch.from_numpy(out)
 
 
@@ -219,8 +221,7 @@ def _mean_around_median(x: NDArray[np.float32], keep: int, rows: slice | NDArray
         shared = 1 / np.add.reduce(kept, axis=0, dtype=np.float64)
         return np.einsum("ij,j->i", kept, shared, dtype=np.float64)
 
-    with np.errstate(all="ignore"):
-        counts = added(piece, column_chunks(n, d), n)
+    counts = added(piece, column_chunks(n, d), n)
     return Aggregate(torch.from_numpy(out), torch.from_numpy(counts / d), torch.ones(n, dtype=torch.bool))
 
 
@@ -261,9 +262,8 @@ def _sorted_middle(x: NDArray[np.float32], trim: int) -> torch.Tensor:
         middle = _sorted_rows(x[:, start:stop])[:, trim : n - trim]
         out[start:stop] = np.einsum("ij->i", middle, dtype=np.float64) / middle.shape[1]
 
-    with np.errstate(all="ignore"):
-        for _ in spread(piece, column_chunks(n, d)):
-            pass
+    for _ in spread(piece, column_chunks(n, d)):
+        pass
     return torch.from_numpy(out)
 
 

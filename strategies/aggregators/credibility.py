@@ -73,8 +73,7 @@ def _quick_products(
         sums[:, n] = run_squares(part[None])
         return sums
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = torch.from_numpy(added(piece, tiles(d), 2, n + 1))
+    sums = torch.from_numpy(added(piece, tiles(n, d), 2, n + 1))
     if out_of_range(sums[1, n:]):
         sums[1, n] = point.double().square().sum()
         wild = list(range(n))

@@ -149,6 +149,16 @@ def test_work_is_spread_in_order_and_never_all_of_it_at_once() -> None:
     assert list(spread(lambda piece: piece, [])) == []
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", list(RULES))
+def test_numbers_that_are_not_finite_raise_no_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates.torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(updates, "_CHUNK_ELEMENTS", 5000)
+    x = matrix(11, 3001)
+    x[1, ::3], x[2, ::5], x[3, :] = float("nan"), float("inf"), 3e38
+    RULES[name](x)
+
+
 def test_scalar_products_about_a_centre_are_those_of_the_differences() -> None:
     x, centre = matrix(6, 400) + 50, matrix(1, 400, 1)[0] + 50
     moved = (x.double() - centre.double()).numpy()
