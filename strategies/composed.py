@@ -20,6 +20,7 @@ from fedplat.compat import MessageType
 from fedplat.rng import generator
 from fedplat.security.validation import ReplyRefused, ReplyRules, scalar_metrics
 from fedplat.spill import give_back_freed_memory
+from fedplat.threads import one_thread
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate
@@ -30,7 +31,6 @@ from .replies import (
     TRIM_EVERY,
     Accepted,
     new_model,
-    one_thread,
     rows_per_block,
     weighted_metrics,
 )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedplat.arrays import FlatArrays, Layout
@@ -31,21 +29,6 @@ def rows_per_block(layout: Layout) -> int:
     It depends on the model alone: sums are formed in the same order however many workers there are.
     """
     return max(1, _BLOCK_BYTES // max(4 * layout.dim, 1))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: the clients that train meanwhile have the other cores.
-
-    Threads that wait for one another on busy cores are many times slower. It also keeps sums the same bits
-    on any number of cores.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,6 +25,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from ..compat import ErrorCode, Run, set_task_identity
+from ..threads import one_thread
 from .batch import Batch
 from .buffers import BufferPool, SharedBuffer
 from .units import Planner, Unit, without
@@ -324,7 +324,7 @@ class LocalGrid(Grid):
         mappings = {b.id: b.mapping for c in contents.values() for b in unit.batch.buffers(c)}
         runner = ClientRunner(self._app, _RUN_ID, self._run_config, mappings.__getitem__)
         runner.add_content(contents[unit.jobs[0].task.content])
-        with _one_thread():
+        with one_thread():
             self._finish(unit, runner.run_all(self._tasks(unit)))
 
     def _new_worker(self) -> _Worker:
@@ -386,18 +386,3 @@ class LocalGrid(Grid):
                 self._queues[home].extendleft(reversed(without(worker.units, message_ids)))
                 self._stop(worker)
                 self._workers[home] = self._new_worker()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread, as in a worker process, so that clients compute the same bits here."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
