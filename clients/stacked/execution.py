@@ -60,13 +60,13 @@ class Execution:
         """Return the choice as a line for a reader.
 
         >>> Execution(True, 16, True, "measured", {"single": 200.0, "16": 40.0}).summary()
-        '16 clients at once in each worker, 5.0x the speed of one after another (measured)'
+        'up to 16 clients at once in each worker, 5.0x the speed of one after another (measured)'
         """
         if self.group == 1:
             return f"one client after another in each worker ({self.source})"
         single, ours = (self.microseconds.get(key) for key in ("single", str(self.group)))
         gain = f", {single / ours:.1f}x the speed of one after another" if single and ours else ""
-        return f"{self.group} clients at once in each worker{gain} ({self.source})"
+        return f"up to {self.group} clients at once in each worker{gain} ({self.source})"
 
 
 def known_execution(

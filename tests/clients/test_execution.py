@@ -132,7 +132,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     run_in(tmp_path, changes, workers=1, group_size=2)
     environment = RunFolder.existing(tmp_path).environment
     assert environment["execution"]["group"] == 2
-    assert environment["execution"]["summary"] == "2 clients at once in each worker (given)"
+    assert environment["execution"]["summary"] == "up to 2 clients at once in each worker (given)"
     task = experiment.build_situation(load(CONFIG | changes, "t"), "cpu").task
     folder = RunFolder.existing(tmp_path)
     assert experiment.execution_for(task, folder, None) == Execution(True, 2, False, "given", {})
