@@ -6,6 +6,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedplat.experiments.benchmarks import (
     engine_flower,
     engines,
     scale,
+    workload,
 )
 from fedplat.experiments.benchmarks import engine_plain as plain
 from fedplat.experiments.benchmarks.children import TurnError, family, growth_of, in_child
@@ -187,6 +189,15 @@ def test_growth_counts_what_is_freed_again() -> None:
 # Engines ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def digits_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No MNIST, wherever the tests run."""
+    monkeypatch.setenv("FEDPLAT_DATA", str(tmp_path))
+    workload._situation.cache_clear()
+    yield
+    workload._situation.cache_clear()
+
+
 def trained(engine: Any) -> Turn:
     return in_child(engine, 60).value
 
@@ -242,6 +253,7 @@ def options(**changes: Any) -> engines.Options:
     return engines.Options(**{**small, "engines": ("fedplat", "loop"), "repeats": 1, **changes})
 
 
+@pytest.mark.usefixtures("digits_only")
 def test_a_run_with_a_wrong_engine_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "engines", fake_engines({engines.OURS: 5.0, engines.LOOPS[0]: 6.0}))
     report = Report("engines", {})
@@ -250,6 +262,7 @@ def test_a_run_with_a_wrong_engine_fails_loudly(monkeypatch: pytest.MonkeyPatch)
     assert len(report.sections) == 1  # the table is there all the same
 
 
+@pytest.mark.usefixtures("digits_only")
 def test_the_first_round_is_left_out_and_the_best_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "engines", fake_engines(dict.fromkeys([engines.OURS, *engines.LOOPS], 5.0)))
     report = Report("engines", {})
@@ -271,6 +284,7 @@ def test_absent_engines_are_named_with_the_way_to_get_them(monkeypatch: pytest.M
     assert set(engines.engines(WORK, engines.Options())) == {engines.OURS, *engines.LOOPS}
 
 
+@pytest.mark.usefixtures("digits_only")
 def test_a_model_that_does_not_fit_the_data_is_skipped_with_the_reason() -> None:
     report = Report("engines", {})
     engines.measure(options(models=("cnn-hfl",)), report)
@@ -279,9 +293,9 @@ def test_a_model_that_does_not_fit_the_data_is_skipped_with_the_reason() -> None
     assert "cnn-hfl" in section.skipped[0]
 
 
-def test_without_mnist_the_digits_are_used_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FEDPLAT_DATA", str(tmp_path))
-    name, note = data_here(12345)
+@pytest.mark.usefixtures("digits_only")
+def test_without_mnist_the_digits_are_used_and_told() -> None:
+    name, note = data_here(1)
     assert name == "digits"
     assert "MNIST" in note
 
