@@ -7,6 +7,7 @@ each sample counts (0 for one that only fills up the batch), and adds the gradie
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,8 +18,6 @@ from torch.nn import functional
 from fedplat.arrays import Entry, Layout
 
 from .modules import MaskedDropout, has_batch_statistics, masked_layers, stackable
-
-Masks = Mapping[str, Tensor]
 
 
 def aligned(rows: int, size: int, device: torch.device) -> Tensor:
@@ -55,6 +54,22 @@ class Stack:
         return self._grads
 
 
+@dataclass(frozen=True, eq=False)
+class GroupBatch:
+    """What some rows of a stack train on in one step.
+
+    Samples ``x`` (a, b, ...) and labels ``y`` (a, b) or (a, b, T), each row its own; ``shares`` (a, b) sum to
+    1 per row, 0 for a sample that only fills up; ``masks`` (a, b, ...) by the name of the dropout layer.
+    """
+
+    stack: Stack
+    rows: slice
+    x: Tensor
+    y: Tensor
+    shares: Tensor
+    masks: Mapping[str, Tensor]
+
+
 class Kernel(Protocol):
     """Computes gradients for the rows of a stack."""
 
@@ -66,20 +81,8 @@ class Kernel(Protocol):
     dropout: Mapping[str, MaskedDropout]
     """Layers that need a mask, by name, in the order they are used in."""
 
-    def backward(
-        self,
-        stack: Stack,
-        rows: slice,
-        batch: tuple[Tensor, Tensor, Tensor],
-        masks: Masks,
-        target: Tensor,
-        beta: float,
-        alpha: float,
-    ) -> Tensor:
-        """Set target ← beta·target + alpha·gradient, (a, p), for a rows; return their losses (a,).
-
-        ``batch`` is samples (a, b, ...), labels (a, b) or (a, b, T), and shares (a, b) that sum to 1 per row.
-        """
+    def backward(self, batch: GroupBatch, target: Tensor, beta: float, alpha: float) -> Tensor:
+        """Set target ← beta·target + alpha·gradient, (a, p), for the a rows; return their losses (a,)."""
         ...
 
 
@@ -110,23 +113,14 @@ class VmapKernel:
         output: Tensor = functional_call(self._module, tensors, (x,))
         return output
 
-    def backward(
-        self,
-        stack: Stack,
-        rows: slice,
-        batch: tuple[Tensor, Tensor, Tensor],
-        masks: Masks,
-        target: Tensor,
-        beta: float,
-        alpha: float,
-    ) -> Tensor:
+    def backward(self, batch: GroupBatch, target: Tensor, beta: float, alpha: float) -> Tensor:
         """Add the rows' gradients to the target and return their losses, as :class:`Kernel` says."""
-        x, y, shares = batch
+        stack, rows, x, y, shares = batch.stack, batch.rows, batch.x, batch.y, batch.shares
         parameters, homes = self._tensors(stack, rows)
         # vmap changes buffers in place only where they are contiguous.
         buffers = {name: home.contiguous() for name, home in homes.items()}
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
-            given = {f"{name}.mask": mask for name, mask in masks.items()}
+            given = {f"{name}.mask": mask for name, mask in batch.masks.items()}
             logits = self._forward({**parameters, **buffers, **given}, x)
         each = functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="none")
         losses = (each.view(*shares.shape, -1).mean(dim=2) * shares).sum(dim=1)
@@ -167,18 +161,9 @@ class DenseKernel:
         self._layers = layers
         self.dropout: Mapping[str, MaskedDropout] = {}
 
-    def backward(
-        self,
-        stack: Stack,
-        rows: slice,
-        batch: tuple[Tensor, Tensor, Tensor],
-        masks: Masks,
-        target: Tensor,
-        beta: float,
-        alpha: float,
-    ) -> Tensor:
+    def backward(self, batch: GroupBatch, target: Tensor, beta: float, alpha: float) -> Tensor:
         """Add the rows' gradients to the target and return their losses, as :class:`Kernel` says."""
-        x, y, shares = batch
+        stack, rows, x, y, shares = batch.stack, batch.rows, batch.x, batch.y, batch.shares
         inputs = [_laid_out(x.flatten(2))]
         weights, biases = self._tensors(stack, rows)
         for weight, bias in zip(weights, biases, strict=True):

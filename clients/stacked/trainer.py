@@ -15,7 +15,7 @@ from fedplat.arrays import FlatArrays, Layout
 from fedplat.training_config import LocalTraining
 
 from ..training import TrainResult, batches
-from .kernels import Kernel, Stack, kernel_for
+from .kernels import GroupBatch, Kernel, Stack, kernel_for
 from .optimizer import StackedOptimizer, optimizer_for
 
 
@@ -111,16 +111,15 @@ class StackedTrainer:
             def backward(target: Tensor, beta: float, alpha: float, step: int = step) -> None:
                 for run, size in self._together(plan, step):
                     index, shares = plan.index[step, run, :size], plan.shares[step, run, :size]
-                    batch = (
+                    batch = GroupBatch(
+                        stack,
+                        slice(rows.start + run.start, rows.start + run.stop),
                         x.index_select(0, index.flatten()).unflatten(0, index.shape),
                         y.index_select(0, index.flatten()).unflatten(0, index.shape),
                         shares,
+                        self._masks(learners[run], plan.sizes[step, run], size),
                     )
-                    masks = self._masks(learners[run], plan.sizes[step, run], size)
-                    into = slice(rows.start + run.start, rows.start + run.stop)
-                    losses[step, run] = self.kernel.backward(
-                        stack, into, batch, masks, target[run], beta, alpha
-                    )
+                    losses[step, run] = self.kernel.backward(batch, target[run], beta, alpha)
 
             optimizer.step(part, stack, backward)
 
