@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, Metadata, RecordDict
 from numpy.typing import NDArray
 
 from .errors import UserError
@@ -39,6 +39,11 @@ def set_task_identity(run_id: int) -> None:
     TaskIdentity.run_id = run_id
     TaskIdentity.task_id = 0
     TaskIdentity.node_id = SERVER_NODE_ID
+
+
+def make_error_message(metadata: Metadata, error: Error) -> Message:
+    """Return a message that carries an error instead of content."""
+    return make_message(metadata, None, error)
 
 
 def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
@@ -95,6 +100,7 @@ __all__ = [
     "SType",
     "array_record",
     "keep_arrays_unserialised",
+    "make_error_message",
     "make_message",
     "records_from_bytes",
     "records_to_bytes",

@@ -37,8 +37,10 @@ from .root_training import root_training
 from .rounds import EvaluateFn, Round, rounds
 from .runtime.local import LocalGrid
 from .security.validation import ReplyRules
-from .strategies.composed import ClientReport, FederatedStrategy
+from .strategies.composed import FederatedStrategy
+from .strategies.reports import ClientReport
 from .strategies.similarity import FLTrust
+from .strategies.wrapper import client_of, diagnostics_of, load_state, reports_of, state_of
 from .verdicts import HONEST, is_malicious
 
 
@@ -139,8 +141,7 @@ def run_strategy(
             done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
             grid.load_state_dict(checkpoint.get("collusion", {}))
             engine.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
-            if isinstance(strategy, FederatedStrategy):
-                strategy.load_state_dict(checkpoint["strategy"])
+            load_state(strategy, checkpoint["strategy"])
         log.rewind(done)
         # Before any thread of a progress display exists.
         engine.start_workers()
@@ -165,7 +166,7 @@ def run_strategy(
                     "arrays": state_dict_of(arrays),
                     "nodes": {node: _as_tensor(state) for node, state in engine.node_states().items()},
                     "collusion": grid.state_dict(),
-                    "strategy": strategy.state_dict() if isinstance(strategy, FederatedStrategy) else {},
+                    "strategy": state_of(strategy),
                 }
             )
             observer.round(name, record)
@@ -291,13 +292,13 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation) ->
 
 def client_records(current: Round, strategy: Strategy, situation: Situation) -> list[dict[str, Any]]:
     """Return the rows of a round for ``clients.jsonl``, by client."""
-    reports = list(strategy.reports) if isinstance(strategy, FederatedStrategy) else []
+    reports = list(reports_of(strategy))
     if current.number == 0:
         return []
     known = {report.node_id for report in reports}
     for node_id, reason in current.failures.items():
         if node_id not in known:
-            client = strategy.client_of(node_id) if isinstance(strategy, FederatedStrategy) else node_id
+            client = client_of(strategy, node_id)
             reports.append(ClientReport(node_id, client, "failed", reason))
     return [
         {
@@ -340,7 +341,7 @@ def round_record(
         "per_class_accuracy": metrics.get("per-class-accuracy"),
         "attack": attack if attackers else {},
         "detection": detection(clients) if clients else {},
-        "diagnostics": dict(strategy.diagnostics) if isinstance(strategy, FederatedStrategy) else {},
+        "diagnostics": dict(diagnostics_of(strategy)),
         "train": dict(current.train_metrics or {}),
         **{
             status: sum(row["status"] == status for row in clients)

@@ -19,6 +19,7 @@ from .arrays import payload_bytes
 from .runtime.waves import engine_for, in_waves
 from .security.validation import array_records
 from .strategies.composed import FederatedStrategy
+from .strategies.nodes import sender
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -151,11 +152,10 @@ def _array_bytes(messages: Iterable[Message]) -> int:
 
 def _failures(messages: list[Message], replies: list[Message]) -> dict[int, str]:
     """Return why nodes gave no usable reply, by node id: an error, or silence until the timeout."""
-    # A lost node's error comes from elsewhere; the message it answers tells whose it is.
     asked = {m.metadata.message_id: m.metadata.dst_node_id for m in messages if m.metadata.message_id}
     failures = {m.metadata.dst_node_id: "no reply before the timeout" for m in messages}
     for reply in replies:
-        node = asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+        node = sender(reply, asked)
         failures.pop(node, None)
         if reply.has_error():
             failures[node] = reply.error.reason or f"error code {reply.error.code}"

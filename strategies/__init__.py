@@ -6,11 +6,12 @@ Median().start(grid, initial_arrays, num_rounds=10)
 """
 
 from .baselines import Mean, Median, TrimmedMean
-from .composed import ClientReport, FederatedStrategy
+from .composed import FederatedStrategy
 from .fed_credit import FedCredit
 from .filtering import DivideAndConquer, Flame, SignGuard, SignVote
 from .mud_hog import MudHog
 from .preaggregators import AdaptiveClipping, Bucketing, Clipping, NearestNeighbourMixing
+from .reports import ClientReport
 from .robust import (
     RFA,
     Bulyan,

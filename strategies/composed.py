@@ -5,26 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedplat.arrays import FlatArrays, Layout
 from fedplat.compat import MessageType
 from fedplat.rng import generator
-from fedplat.security.validation import ReplyRefused, ReplyRules, scalar_metrics
+from fedplat.security.validation import ReplyRefused, ReplyRules, is_refusal, scalar_metrics
 from fedplat.spill import give_back_freed_memory
 from fedplat.threads import one_thread
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate
-from .nodes import Node, NodeDirectory
+from .nodes import Node, NodeDirectory, sender
 from .preaggregators import PreAggregator, Preprocessed
 from .replies import (
     STREAM_ABOVE,
@@ -34,32 +34,12 @@ from .replies import (
     rows_per_block,
     weighted_metrics,
 )
+from .reports import ClientReport
 from .selectors import AllClients, Selector
 from .submodels import FULL, FullModel, SubModelScheme, SubModelSpec
 from .topology import Flat, Topology
 
 log = logging.getLogger("fedplat")
-
-
-@dataclass(frozen=True)
-class ClientReport:
-    """What became of one client's reply in one round.
-
-    ``status`` is ``accepted``, ``refused`` (not a valid reply) or ``failed`` (the client sent an error);
-    ``weight`` is its share in the new model, ``update_norm`` the L2 norm of its update; ``scores`` are
-    further figures of the rule, such as a credibility.
-    """
-
-    node_id: int
-    client: int
-    status: str
-    reason: str = ""
-    num_examples: int | None = None
-    weight: float = 0.0
-    verdict: str = ""
-    update_norm: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class StrategyParts(TypedDict, total=False):
@@ -89,6 +69,9 @@ class FederatedStrategy(Strategy):
     ``fraction_evaluate`` of the nodes evaluate the new model each round; at least ``min_nodes`` must connect
     within ``node_wait`` seconds. ``before`` are steps taken before the aggregator, see
     :mod:`fedplat.strategies.preaggregators`. ``seed`` feeds the selection and rules that draw.
+
+    ``identities`` gives, by node id, the number under which rules remember a client, where that is not the
+    node id itself but, for instance, tied to a key.
 
     A round whose updates take more than ``stream_above`` bytes is combined in blocks as the replies come, if
     the rule can do that and nothing but the rule needs to see the updates; see :meth:`replies_at_a_time`.
@@ -120,6 +103,7 @@ class FederatedStrategy(Strategy):
         self.rules = rules or ReplyRules()
         self.reports: list[ClientReport] = []
         self.diagnostics: dict[str, float] = {}
+        self.identities: dict[int, int] = {}
         self._seed = seed
         self._fraction_evaluate = fraction_evaluate
         self._stream_above = stream_above
@@ -128,6 +112,7 @@ class FederatedStrategy(Strategy):
         self._reference: FlatArrays | None = None
         self._plan: RoundPlan | None = None
         self._assigned: dict[int, tuple[SubModelSpec, Layout]] = {}
+        self._asked: list[Metadata] = []
 
     # Training ----------------------------------------------------------------------------------------------
 
@@ -159,6 +144,7 @@ class FederatedStrategy(Strategy):
                 Message(contents[spec], node.node_id, MessageType.TRAIN, group_id=str(server_round))
             )
         self._plan = _plan(self._reference, server_round, len(messages))
+        self._asked = [message.metadata for message in messages]
         return messages
 
     def replies_at_a_time(self) -> int | None:
@@ -266,7 +252,8 @@ class FederatedStrategy(Strategy):
         self, replies: Iterable[Message], reference: FlatArrays
     ) -> tuple[ClientUpdates, list[dict[str, float]]] | None:
         """Return the valid replies as a matrix, and their metrics; report the others. None if none is."""
-        pairs = [(self._nodes[m.metadata.src_node_id], m) for m in replies]
+        asked = {m.message_id: m.dst_node_id for m in self._asked if m.message_id}
+        pairs = [(self._nodes[sender(m, asked)], m) for m in replies]
         pairs.sort(key=lambda pair: _place(pair[0]))
         nodes: list[Node] = []
         models: list[FlatArrays] = []
@@ -274,8 +261,12 @@ class FederatedStrategy(Strategy):
         counts: list[int] = []
         metrics: list[dict[str, float]] = []
         for node, message in pairs:
+            if nodes and node == nodes[-1]:
+                self._report(node, "refused", "a second reply to one message")
+                continue
             if message.has_error():
-                self._report(node, "failed", message.error.reason or f"error code {message.error.code}")
+                status = "refused" if is_refusal(message) else "failed"
+                self._report(node, status, message.error.reason or f"error code {message.error.code}")
                 continue
             spec, layout = self._assigned.get(node.node_id, (FULL, reference.layout))
             try:
@@ -295,7 +286,7 @@ class FederatedStrategy(Strategy):
         updates = ClientUpdates.stack(
             models,
             reference,
-            [n.node_id for n in nodes],
+            [self._identity(n.node_id) for n in nodes],
             counts,
             _stack_coverage(coverages, reference.layout),
         )
@@ -362,10 +353,15 @@ class FederatedStrategy(Strategy):
         self.reports.append(ClientReport(node.node_id, node.key, status, reason, num_examples))
 
     def _refused(self) -> tuple[int, ...]:
-        return tuple(report.node_id for report in self.reports if report.status == "refused")
+        return tuple(self._identity(r.node_id) for r in self.reports if r.status == "refused")
+
+    def _identity(self, node_id: int) -> int:
+        return self.identities.get(node_id, node_id)
 
     def _report_accepted(self, accepted: Accepted, aggregate: Aggregate) -> None:
-        for i, node_id in enumerate(accepted.node_ids.tolist()):
+        node_of = {self._identity(node_id): node_id for node_id in self._assigned}
+        for i, identity in enumerate(accepted.node_ids.tolist()):
+            node_id = node_of.get(identity, identity)
             self.reports.append(
                 ClientReport(
                     node_id,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedplat.compat import MessageType
+from fedplat.compat import SERVER_NODE_ID, MessageType
 from fedplat.errors import UserError
 
 log = logging.getLogger("fedplat")
@@ -29,6 +30,15 @@ class Node:
     def key(self) -> int:
         """The number that orders nodes and seeds their draws."""
         return self.node_id if self.partition is None else self.partition
+
+
+def sender(reply: Message, asked: Mapping[str, int]) -> int:
+    """Return the id of the node that a reply is about; ``asked`` is who got each message, by message id.
+
+    The error that stands for a lost node comes from the SuperLink: only the message it answers tells whose.
+    """
+    source = reply.metadata.src_node_id
+    return asked.get(reply.metadata.reply_to_message_id, source) if source == SERVER_NODE_ID else source
 
 
 class NodeDirectory:

@@ -5,13 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Error, Message, MetricRecord
 
 from ..arrays import FlatArrays, Layout, LayoutError
+from ..compat import make_error_message
+
+REFUSED_CODE = 1001
+"""Error code of a reply that a strategy around another one did not let through; Flower's own are small."""
 
 
 class ReplyRefused(ValueError):
     """A reply that is left out of the round, with the reason to report."""
+
+
+def refusal(message: Message, reason: str) -> Message:
+    """Return the error that takes the place of a reply which is not let through; its sender is kept.
+
+    To any strategy it is a client that failed; ours report it as refused, with the reason.
+    """
+    return make_error_message(message.metadata, Error(REFUSED_CODE, reason))
+
+
+def is_refusal(message: Message) -> bool:
+    """Whether a message was made by :func:`refusal`."""
+    return message.has_error() and message.error.code == REFUSED_CODE
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from fedplat.evaluation import evaluation_of
 from fedplat.models.flat import FlatModel
 from fedplat.rounds import rounds
 from fedplat.runtime.local import LocalGrid
-from fedplat.strategies import Mean
-from fedplat.strategies.composed import ClientReport
+from fedplat.strategies import ClientReport, Mean
 from fedplat.verdicts import TARGETED, UNTARGETED
 
 DIGITS = Scene(seed=1, num_classes=10, mean=(0.3,), std=(0.4,))
