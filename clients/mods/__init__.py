@@ -1,0 +1,1 @@
+"""Client mods: what happens to a reply between training and sending."""

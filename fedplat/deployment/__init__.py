@@ -1,0 +1,1 @@
+"""A federation on real machines: keys, certificates, start commands, checks."""
