@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import Mod
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from .stacked.execution import Execution, usual_execution
 from .task import ClientTask
 from .training import TrainResult, evaluate, train_one
 
+STRATEGY_KEY = "fedplat.strategy"
+"""Under which a training message may name the strategy it comes from."""
+
 _OPTIMIZER_KEY = "fedplat.optimizer"
 
 
@@ -29,12 +33,17 @@ class ExperimentApp(GroupApp):
     """The ``ClientApp`` of a task; each process that runs it builds the model once.
 
     Clients whose training is an honest one, on whatever data, are trained together where ``execution`` says
-    so; the others by themselves.
+    so; the others by themselves. Every training reply passes through the ``inner`` mods, then through the
+    client's attack if it has one, then through the ``outer`` mods, the first of which is the last to see it.
     """
 
-    def __init__(self, task: ClientTask, execution: Execution) -> None:
-        super().__init__(mods=[dispatch(task.attacks)] if task.attacks else None)
+    def __init__(
+        self, task: ClientTask, execution: Execution, inner: Sequence[Mod] = (), outer: Sequence[Mod] = ()
+    ) -> None:
+        super().__init__(mods=[*outer, *([dispatch(task.attacks)] if task.attacks else ()), *inner])
         self._task = task
+        # Clients trained together have no attack on their replies.
+        self._mods_of_honest = [*outer, *inner]
         self._model: FlatModel | None = None
         self._trainer: StackedTrainer | None = None
         self._stacked = execution.stacked
@@ -52,7 +61,7 @@ class ExperimentApp(GroupApp):
         if where:
             together = self._train_stacked([messages[i] for i in where], [contexts[i] for i in where])
             for i, reply in zip(where, together, strict=True):
-                replies[i] = reply
+                replies[i] = through(self._mods_of_honest, messages[i], contexts[i], reply)
         return replies
 
     def _stackable(self, message: Message, context: Context) -> bool:
@@ -75,7 +84,7 @@ class ExperimentApp(GroupApp):
                 x,
                 y,
                 generator(task.seed, "batches", *keys),
-                _load_optimizer(context) if task.training.keep_optimizer else None,
+                _load_optimizer(message, context) if task.training.keep_optimizer else None,
                 on_batch=on_batch,
                 loss_factor=attack.loss_factor(),
             )
@@ -95,9 +104,9 @@ class ExperimentApp(GroupApp):
                 own,
                 generator(task.seed, "batches", *keys),
                 self._dropout_generator(keys) if self._trainer.kernel.dropout else None,
-                _load_optimizer(context) if task.training.keep_optimizer else None,
+                _load_optimizer(message, context) if task.training.keep_optimizer else None,
             )
-            for own, keys, context in zip(rows, who, contexts, strict=True)
+            for own, keys, message, context in zip(rows, who, messages, contexts, strict=True)
         ]
         start = [_arrays_of(message, model) for message in messages]
         trained, results = self._trainer.train(start, x, y, learners)
@@ -123,7 +132,7 @@ class ExperimentApp(GroupApp):
 
     def _reply(self, message: Message, context: Context, trained: FlatArrays, result: TrainResult) -> Message:
         if result.optimizer_state is not None:
-            _save_optimizer(context, result.optimizer_state)
+            _save_optimizer(message, context, result.optimizer_state)
         partition, _ = _who_and_when(message, context)
         metrics = MetricRecord({"num-examples": len(self._task.parts[partition]), "train-loss": result.loss})
         return Message(RecordDict({"arrays": trained.to_record(), "metrics": metrics}), reply_to=message)
@@ -155,11 +164,27 @@ class ExperimentApp(GroupApp):
         return model
 
 
-def make_client_app(task: ClientTask, execution: Execution | None = None) -> ExperimentApp:
+def make_client_app(
+    task: ClientTask,
+    execution: Execution | None = None,
+    inner: Sequence[Mod] = (),
+    outer: Sequence[Mod] = (),
+) -> ExperimentApp:
     """Return the ``ClientApp`` of a task; without an ``execution``, the one its model alone suggests."""
     _ = task.resident  # before any process is forked that would prepare the samples for itself
     execution = execution or usual_execution(task.build_model, task.training, task.sample())
-    return ExperimentApp(task, execution)
+    return ExperimentApp(task, execution, inner, outer)
+
+
+def through(mods: Sequence[Mod], message: Message, context: Context, reply: Message) -> Message:
+    """Return what mods make of a reply on its way out; the first of them is the last to see it."""
+
+    def call(message: Message, context: Context) -> Message:
+        return reply
+
+    for mod in reversed(mods):
+        call = functools.partial(mod, call_next=call)
+    return call(message, context)
 
 
 def _who_and_when(message: Message, context: Context) -> tuple[int, int]:
@@ -171,14 +196,22 @@ def _arrays_of(message: Message, model: FlatModel) -> FlatArrays:
     return FlatArrays.of_record(message.content["arrays"], model.layout)  # type: ignore[arg-type]
 
 
-def _load_optimizer(context: Context) -> dict[str, NDArray[np.float32]] | None:
-    record = context.state.get(_OPTIMIZER_KEY)
+def _optimizer_key(message: Message) -> str:
+    """Return where a client keeps its optimizer: strategies that share a run's clients do not share that."""
+    config = message.content["config"]
+    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, ""))  # type: ignore[union-attr]
+
+
+def _load_optimizer(message: Message, context: Context) -> dict[str, NDArray[np.float32]] | None:
+    record = context.state.get(_optimizer_key(message))
     return (
         {name: array.numpy() for name, array in record.items()} if isinstance(record, ArrayRecord) else None
     )
 
 
-def _save_optimizer(context: Context, state: Mapping[str, NDArray[np.float32]]) -> None:
-    context.state[_OPTIMIZER_KEY] = ArrayRecord(
+def _save_optimizer(message: Message, context: Context, state: Mapping[str, NDArray[np.float32]]) -> None:
+    for key in [key for key in context.state if key.startswith(_OPTIMIZER_KEY)]:
+        del context.state[key]
+    context.state[_optimizer_key(message)] = ArrayRecord(
         {name: Array(np.asarray(value)) for name, value in state.items()}
     )

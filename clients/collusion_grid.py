@@ -13,8 +13,9 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedplat.arrays import FlatArrays, Float32Array, Layout, LayoutError
-from fedplat.compat import Run, make_message
+from fedplat.compat import make_message
 from fedplat.rng import generator
+from fedplat.runtime.around import GridWrapper
 from fedplat.runtime.local import LocalGrid
 from fedplat.runtime.waves import engine_for
 from fedplat.security.validation import array_records
@@ -25,12 +26,14 @@ from .attacks.collusion import Collusion, RoundView
 log = logging.getLogger("fedplat")
 
 
-class CollusionGrid(Grid):
+class CollusionGrid(GridWrapper):
     """A grid in which the replies of colluding clients are forged from what the honest ones sent.
 
     ``attacks`` tells how nodes attack, by node id; nodes that share one :class:`Collusion` act together, all
     other attacks are the client's own doing and only keep their nodes from counting as honest. Outside the
     rounds of its schedule an attacker is honest. ``clients`` numbers the nodes, by default by their ids.
+
+    Replies pulled one by one are never forged, since the round is not there to see.
 
     In ``send_and_receive`` the colluders' training replies get other parameters, in their own memory where
     that is a row of the engine's matrix; buffers, integers and metrics stay what they trained. Errors, and
@@ -41,7 +44,7 @@ class CollusionGrid(Grid):
     def __init__(
         self, grid: Grid, attacks: Mapping[int, Attack], clients: Mapping[int, int] | None = None
     ) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._attacks = dict(attacks)
         self._clients = dict(clients or {})
         groups: dict[int, Collusion] = {}
@@ -110,47 +113,6 @@ class CollusionGrid(Grid):
             )
             for (answer, _), params in zip(own, attack.collude(view).float().numpy(), strict=True):
                 replies[answer.index] = _with_params(replies[answer.index], answer, params)
-
-    # The grid's own ----------------------------------------------------------------------------------------
-
-    def set_run(self, run: Run) -> None:
-        """Use another description of the run."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run this grid belongs to."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message to a node."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return all node ids."""
-        return self._grid.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of all nodes."""
-        return self._grid.get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; replies pulled one by one are never forged, since the round is not there to see."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there by now, as they were sent."""
-        return self._grid.pull_messages(message_ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_grid"], name)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class ClientTask:
     """What all clients of an experiment share: data, who holds which samples, model, training, who attacks.
 
     ``parts[i]`` are the indices of the training samples of partition i; ``attacks`` is keyed by partition.
+    Without ``keep_samples``, a client's are prepared anew each time: a device has those of one client only.
     """
 
     dataset: Dataset
@@ -34,13 +35,16 @@ class ClientTask:
     seed: int
     attacks: Mapping[int, Attack] = field(default_factory=dict)
     device: str = "cpu"
+    keep_samples: bool = True
 
     @cached_property
     def resident(self) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]] | None:
         """The clients' samples and labels, prepared once, and the rows that are each client's.
 
-        None if they would take more than 1 GiB. Processes forked after the first use share the memory.
+        None if they are not kept, or would take more than 1 GiB. Processes forked after the first use share the memory.
         """
+        if not self.keep_samples:
+            return None
         rows = np.unique(np.concatenate([np.asarray(part, np.int64) for part in self.parts]))
         if len(rows) * int(np.prod(self.dataset.sample_shape)) * 4 > _MOST_RESIDENT_BYTES:
             return None

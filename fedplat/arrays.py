@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from io import BytesIO
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -290,7 +291,12 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     stream = BytesIO(header)
     major, _ = np.lib.format.read_magic(stream)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    shape, fortran_order, dtype = read_header(stream)
+    try:
+        shape, fortran_order, dtype = read_header(stream)
+    except TokenError as error:
+        raise ValueError(f"the header is not one: {error}") from error
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{shape} is no shape")
     if dtype.kind not in "fiubc":
         raise ValueError(f"arrays of type {dtype} are not accepted")
     return shape, fortran_order, dtype

@@ -24,6 +24,7 @@ try:
     from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
+    from flwr.superlink.grid import InMemoryGrid
 except ImportError as error:
     raise UserError(
         f"fedplat cannot use Flower {version('flwr')}: {error}. "
@@ -95,6 +96,7 @@ __all__ = [
     "SERVER_NODE_ID",
     "TESTED_FLOWER_VERSIONS",
     "ErrorCode",
+    "InMemoryGrid",
     "MessageType",
     "Run",
     "SType",

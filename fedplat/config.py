@@ -113,6 +113,14 @@ class EvaluationConfig(_Strict):
     batch_size: PositiveInt = 1000
 
 
+class FlowerConfig(_Strict):
+    """What Flower's simulation gives each client; no result depends on it."""
+
+    num_cpus: Annotated[float, Field(gt=0, description="cores of a client")] = 1.0
+    num_gpus: Annotated[float, Field(ge=0, description="share of a GPU of a client")] = 0.0
+    address: Annotated[str, Field(description="a Ray cluster that runs already; auto: this machine's")] = ""
+
+
 class ExperimentConfig(_Strict):
     """A situation, and the strategies that are run on it.
 
@@ -134,6 +142,7 @@ class ExperimentConfig(_Strict):
     selection: SelectionConfig = SelectionConfig()
     attacks: tuple[AttackConfig, ...] = ()
     evaluation: EvaluationConfig = EvaluationConfig()
+    flower: FlowerConfig = FlowerConfig()
     strategy: Any = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +156,8 @@ class ExperimentConfig(_Strict):
     def digest(self) -> str:
         """Return eight hexadecimal digits that change with anything that can change a result."""
         content = self.to_dict()
-        content.pop("description", None)
+        for key in ("description", "flower"):
+            content.pop(key, None)
         for key in ("root", "download"):
             content["data"].pop(key, None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

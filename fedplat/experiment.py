@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import Strategy
 
 from . import models, registry
 from .arrays import FlatArrays
-from .clients.app import make_client_app
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
 from .clients.collusion_grid import CollusionGrid
 from .clients.stacked.execution import Execution, known_execution, measured_execution
@@ -28,6 +27,7 @@ from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
 from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
+from .engines import Engine
 from .errors import UserError
 from .evaluation import SUCCESS, evaluation_of
 from .models.flat import FlatModel
@@ -35,12 +35,11 @@ from .results.detection import detection
 from .results.folder import RunFolder, StrategyLog
 from .root_training import root_training
 from .rounds import EvaluateFn, Round, rounds
-from .runtime.local import LocalGrid
 from .security.validation import ReplyRules
 from .strategies.composed import FederatedStrategy
 from .strategies.reports import ClientReport
 from .strategies.similarity import FLTrust
-from .strategies.wrapper import client_of, diagnostics_of, load_state, reports_of, state_of
+from .strategies.wrapper import client_of, diagnostics_of, innermost, load_state, reports_of, state_of
 from .verdicts import HONEST, is_malicious
 
 
@@ -84,23 +83,27 @@ def run(
     config: ExperimentConfig,
     folder: RunFolder,
     *,
-    workers: int | None,
+    engine: Engine,
     device: str,
     observer: Observer,
     group_size: int | None = None,
 ) -> None:
     """Run every strategy that the folder does not hold finished; each starts or goes on where it stopped.
 
-    The results do not depend on ``workers``. ``group_size`` is how many clients a worker trains at once; None
-    lets a short trial decide, or the folder if the run goes on. Ctrl-C passes through as KeyboardInterrupt,
-    with everything up to the last full round on disk.
+    The ``engine`` runs the clients; results do not depend on it, or in their last digits only.
+    ``group_size`` is how many clients a worker of the local engine trains at once; None lets a short trial
+    decide, or the folder if the run goes on. Ctrl-C passes through as KeyboardInterrupt, with everything up
+    to the last full round on disk.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)
     situation = build_situation(config, device)
-    execution = execution_for(situation.task, folder, group_size)
+    execution = execution_for(situation.task, folder, group_size if engine.groups else 1)
     situation = replace(situation, execution=execution)
-    observer.note(f"clients: {execution.summary()}")
-    strategies = {name: build_strategy(config, name, situation) for name in config.strategies}
+    observer.note(f"clients: {engine.summary(execution)}")
+    strategies = {
+        name: build_strategy(config, name, situation, **engine.waits(situation.num_clients))
+        for name in config.strategies
+    }
     folder.describe(
         device=situation.task.device,
         classes=list(situation.task.dataset.classes),
@@ -110,14 +113,16 @@ def run(
         attackers={str(client): attack.label for client, attack in sorted(situation.task.attacks.items())},
         parameters=FlatArrays.of_record(situation.initial).layout.num_params,
         execution={**asdict(execution), "summary": execution.summary()},
+        engine=engine.name,
     )
-    for name, strategy in strategies.items():
-        log = folder.log(name)
-        if log.finished:
-            observer.begin(name, config.rounds, config.rounds)
-        else:
-            run_strategy(name, strategy, situation, log, workers, observer)
-        observer.end(name)
+    with engine:
+        for name, strategy in strategies.items():
+            log = folder.log(name)
+            if log.finished:
+                observer.begin(name, config.rounds, config.rounds)
+            else:
+                run_strategy(name, strategy, situation, log, engine, observer)
+            observer.end(name)
 
 
 def run_strategy(
@@ -125,26 +130,27 @@ def run_strategy(
     strategy: Strategy,
     situation: Situation,
     log: StrategyLog,
-    workers: int | None,
+    engine: Engine,
     observer: Observer,
 ) -> None:
     """Run one strategy to the end, from its checkpoint if there is one."""
     config, arrays, done = situation.config, situation.initial, -1
-    workers = 0 if situation.task.device != "cpu" else workers
-    app = make_client_app(situation.task, situation.execution)
-    with LocalGrid(app, situation.num_clients, workers=workers) as engine:
-        clients = {node: client for client, node in enumerate(engine.get_node_ids())}
-        attacks = {node: attack for node, c in clients.items() if (attack := situation.task.attacks.get(c))}
-        grid = CollusionGrid(engine, attacks, clients)
+    with engine.clients(situation, name) as clients:
+        attacks = {
+            node: attack for node, c in clients.numbers.items() if (attack := situation.task.attacks.get(c))
+        }
+        grid = CollusionGrid(clients.grid, attacks, clients.numbers)
+        if isinstance(inner := innermost(strategy), FederatedStrategy):
+            inner.identities |= clients.identities
         if log.started:
             checkpoint = log.load_checkpoint()
             done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
             grid.load_state_dict(checkpoint.get("collusion", {}))
-            engine.load_node_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
+            clients.load_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
             load_state(strategy, checkpoint["strategy"])
         log.rewind(done)
         # Before any thread of a progress display exists.
-        engine.start_workers()
+        clients.grid.start_workers()
         observer.begin(name, max(done, 0), config.rounds)
         for current in rounds(
             strategy,
@@ -152,6 +158,8 @@ def run_strategy(
             arrays,
             config.rounds,
             timeout=config.timeout,
+            train_config=clients.told,
+            evaluate_config=clients.told,
             evaluate_fn=situation.evaluate_fn,
             after=done,
         ):
@@ -164,7 +172,7 @@ def run_strategy(
                 {
                     "round": current.number,
                     "arrays": state_dict_of(arrays),
-                    "nodes": {node: _as_tensor(state) for node, state in engine.node_states().items()},
+                    "nodes": {node: _as_tensor(state) for node, state in clients.states().items()},
                     "collusion": grid.state_dict(),
                     "strategy": state_of(strategy),
                 }
@@ -191,9 +199,8 @@ def load_data(config: ExperimentConfig) -> tuple[Dataset, list[np.ndarray]]:
     return dataset, parts
 
 
-def build_situation(config: ExperimentConfig, device: str) -> Situation:
-    """Load and spread the data, choose the attackers, and build the initial model and its evaluation."""
-    device = resolve_device(device)
+def build_task(config: ExperimentConfig, device: str, *, keep_samples: bool = True) -> ClientTask:
+    """Load and spread the data and choose the attackers: all that clients need to know."""
     dataset, parts = load_data(config)
     attacks = attacks_of(config, dataset, parts)
     builder = registry.find("models", config.model.name).load()
@@ -205,14 +212,22 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
         config.seed,
         **config.model.settings(),
     )
-    task = ClientTask(dataset, parts, build_model, config.training, config.seed, attacks, device)
-    model = FlatModel(build_model(), device)
+    return ClientTask(
+        dataset, parts, build_model, config.training, config.seed, attacks, device, keep_samples
+    )
+
+
+def build_situation(config: ExperimentConfig, device: str) -> Situation:
+    """Build what clients need, the initial model and its evaluation."""
+    device = resolve_device(device)
+    task = build_task(config, device)
+    model = FlatModel(task.build_model(), device)
     initial = FlatArrays(model.layout, model.vector.cpu().numpy().copy(), model.side.cpu().numpy().copy())
     evaluate_fn = evaluation_of(
         model,
-        dataset,
+        task.dataset,
         # One attack serves all its clients, and is measured once.
-        {id(attack): attack for attack in attacks.values()}.values(),
+        {id(attack): attack for attack in task.attacks.values()}.values(),
         batch_size=config.evaluation.batch_size,
         every=config.evaluation.every,
         last=config.rounds,
@@ -265,8 +280,18 @@ def resolve_device(device: str) -> str:
     return ("cuda" if available else "cpu") if device == "auto" else device
 
 
-def build_strategy(config: ExperimentConfig, name: str, situation: Situation) -> Strategy:
-    """Build a strategy; raises InfeasibleError if its rule cannot work on so many clients."""
+def build_strategy(
+    config: ExperimentConfig,
+    name: str,
+    situation: Situation,
+    *,
+    min_nodes: int | None = None,
+    node_wait: float = 300.0,
+) -> Strategy:
+    """Build a strategy that waits for ``min_nodes`` clients, by default for all.
+
+    Raises InfeasibleError if its rule cannot work on so many clients.
+    """
     part = config.strategy_part(name)
     target, settings = registry.find("strategies", part.name).load(), part.settings()
     if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
@@ -281,7 +306,8 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation) ->
         seed=config.seed,
         rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
         fraction_evaluate=0.0,
-        min_nodes=situation.num_clients,
+        min_nodes=situation.num_clients if min_nodes is None else min_nodes,
+        node_wait=node_wait,
     )
     strategy.aggregator.check(strategy.selector.count(situation.num_clients))
     return strategy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedplat.compat import SERVER_NODE_ID, MessageType
+from fedplat.compat import SERVER_NODE_ID, ErrorCode, MessageType
 from fedplat.errors import UserError
 
 log = logging.getLogger("fedplat")
@@ -67,24 +67,36 @@ class NodeDirectory:
             time.sleep(_POLL_SECONDS)
         new = sorted(set(ids) - self._known.keys())
         if new:
-            self._ask(grid, new)
+            self._ask(grid, new, {self._known[i].partition for i in ids if i in self._known})
         # Nodes that do not tell their partition come last, by id.
-        return sorted((self._known[i] for i in ids), key=lambda n: (n.partition is None, n.key))
+        return sorted((self[i] for i in ids), key=lambda n: (n.partition is None, n.key))
 
-    def _ask(self, grid: Grid, ids: list[int]) -> None:
+    def numbers(self, grid: Grid) -> dict[int, int]:
+        """Return the connected node of each partition that has one, by partition; waits for no others."""
+        ids = list(grid.get_node_ids())
+        nodes = self.online(grid) if len(ids) >= self._min_nodes else []
+        return {node.partition: node.node_id for node in nodes if node.partition is not None}
+
+    def _ask(self, grid: Grid, ids: list[int], taken: set[int | None]) -> None:
+        """Ask nodes for their partition; one that somebody else holds, or two claim, counts as not told."""
         question = RecordDict()
         messages = [Message(question, i, MessageType.QUERY) for i in ids]
         partitions: dict[int, int] = {}
         for reply in grid.send_and_receive(messages, timeout=_QUERY_SECONDS):
+            node_id = reply.metadata.src_node_id
             if reply.has_content():
+                self._known[node_id] = Node(node_id, None)
                 for record in reply.content.config_records.values():
                     value = record.get("partition-id")
                     if isinstance(value, int):
-                        partitions[reply.metadata.src_node_id] = value
+                        partitions[node_id] = value
+            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION and node_id in ids:
+                # An app without an answer has none next time either; a node that was lost may have.
+                self._known[node_id] = Node(node_id, None)
         claimed = list(partitions.values())
-        for i in ids:
-            partition = partitions.get(i)
-            self._known[i] = Node(i, partition if claimed.count(partition) == 1 else None)  # type: ignore[arg-type]
+        for node_id, partition in partitions.items():
+            if claimed.count(partition) == 1 and partition not in taken:
+                self._known[node_id] = Node(node_id, partition)
         if len(partitions) < len(ids):
             log.debug(
                 "%d nodes do not tell their partition; they are ordered by id", len(ids) - len(partitions)

@@ -137,3 +137,14 @@ def test_payload_counts_each_array_in_its_own_type() -> None:
     expected = 4 * 9 + 8 + 2 * 2
     assert payload_bytes(model()) == expected
     assert payload_bytes(FlatArrays.of_record(model()).to_record()) == expected
+
+
+@pytest.mark.parametrize(
+    "header", [b"{'descr': (", b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }"]
+)
+def test_a_header_that_is_no_header_is_a_misfit_and_not_the_end_of_a_run(header: bytes) -> None:
+    body = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(4)
+    odd = Array("float32", (1,), "numpy.ndarray", body)
+    layout = Layout.of_record(record(a=np.zeros(1, np.float32)))
+    with pytest.raises(LayoutError, match="'a' cannot be read"):
+        FlatArrays.of_record(ArrayRecord({"a": odd}), layout)

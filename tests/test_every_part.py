@@ -11,6 +11,7 @@ import pytest
 
 from fedplat import experiment
 from fedplat.config import load
+from fedplat.engines import LocalEngine
 from fedplat.registry import entries
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
@@ -30,7 +31,7 @@ BASE: dict[str, Any] = {
 
 def run(path: Path, **changes: Any) -> tuple[Path, dict[str, Any]]:
     folder = RunFolder.open(path / "run", load({**BASE, **changes}, "every"), resume=False)
-    experiment.run(folder.config, folder, workers=1, device="cpu", observer=Display())
+    experiment.run(folder.config, folder, engine=LocalEngine(1), device="cpu", observer=Display())
     return path / "run", summarise(folder)
 
 
@@ -96,11 +97,11 @@ def test_what_a_rule_and_colluders_remember_survives_an_interruption(name: str, 
     }
     config = load({**BASE, **changes}, "every")
     once, twice = (RunFolder.open(tmp_path / part, config, resume=False) for part in ("once", "twice"))
-    experiment.run(config, once, workers=1, device="cpu", observer=Display())
+    experiment.run(config, once, engine=LocalEngine(1), device="cpu", observer=Display())
     with pytest.raises(KeyboardInterrupt):
-        experiment.run(config, twice, workers=1, device="cpu", observer=Impatient(4))
+        experiment.run(config, twice, engine=LocalEngine(1), device="cpu", observer=Impatient(4))
     again = RunFolder.open(tmp_path / "twice", config, resume=True)
-    experiment.run(config, again, workers=1, device="cpu", observer=Display())
+    experiment.run(config, again, engine=LocalEngine(1), device="cpu", observer=Display())
     for file in ("clients.jsonl", "model.pt"):
         assert (tmp_path / "once" / name / file).read_bytes() == (
             tmp_path / "twice" / name / file

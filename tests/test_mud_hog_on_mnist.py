@@ -9,6 +9,7 @@ import pytest
 
 from fedplat import experiment
 from fedplat.config import load
+from fedplat.engines import LocalEngine
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
 from fedplat.scenarios import read_scenario
@@ -27,7 +28,7 @@ def run(path: Path, **changes: Any) -> dict[int, list[dict[str, Any]]]:
     raw["strategy"] = {}
     config = load({**raw, **changes}, where)
     folder = RunFolder.open(path, config, resume=False)
-    experiment.run(config, folder, workers=None, device="cpu", observer=Display())
+    experiment.run(config, folder, engine=LocalEngine(None), device="cpu", observer=Display())
     rounds: dict[int, list[dict[str, Any]]] = {}
     for row in folder.clients("mud-hog"):
         rounds.setdefault(row["round"], []).append(row)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..config import ExperimentConfig
 
 DEVICES = ("auto", "cpu", "cuda")
-ENGINES = ("local",)
+ENGINES = ("local", "flower-simulation")
 
 
 class Terminated(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def run(
             raise unknown_name(option, value, allowed)
     config = load_config(scenario, overrides, seed, strategy or ())
 
-    from .. import experiment
+    from .. import engines, experiment
     from ..results.folder import RunFolder, default_path
     from ..results.progress import display
     from ..results.report import write_report
@@ -105,7 +105,12 @@ def run(
         known = {name: folder.rounds(name) for name in config.strategies}
         with sigterm_as_interrupt(), display(config.rounds, known, terminal, quiet) as observer:
             experiment.run(
-                config, folder, workers=workers, device=device, observer=observer, group_size=group_size
+                config,
+                folder,
+                engine=engines.of(engine, workers=workers, device=device),
+                device=device,
+                observer=observer,
+                group_size=group_size,
             )
     except KeyboardInterrupt as stop:
         command = resume_command(

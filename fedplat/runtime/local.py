@@ -34,7 +34,7 @@ from .worker import ClientRunner, Outcome, Task, worker_main
 log = logging.getLogger("fedplat")
 
 _RUN_ID = 1
-_FIRST_NODE_ID = 1000
+FIRST_NODE_ID = 1000
 _MAX_CRASHES = 2
 _QUEUE_AHEAD_BYTES = (
     32_768  # two such tasks fit a socket's buffer, so queueing one can never block the server
@@ -114,7 +114,7 @@ class LocalGrid(Grid):
         self._run_config = dict(run_config or {})
         self._num_workers = min(available_cores() if workers is None else workers, num_nodes)
         self._node_configs: dict[int, dict[str, Any]] = {
-            _FIRST_NODE_ID + i: {
+            FIRST_NODE_ID + i: {
                 "partition-id": i,
                 "num-partitions": num_nodes,
                 **(node_config(i) if node_config else {}),

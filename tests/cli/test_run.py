@@ -13,6 +13,7 @@ import pytest
 from fedplat import experiment
 from fedplat.cli import main
 from fedplat.config import ExperimentConfig
+from fedplat.engines import LocalEngine
 from fedplat.errors import UserError
 from fedplat.results import figures
 from fedplat.results.folder import RunFolder
@@ -74,7 +75,8 @@ def test_a_run_ends_with_a_table_and_says_where_the_picture_is(
     assert ["mean", "40.00"] in [row[:2] for row in rows]
     assert Path("here/accuracy.png").exists()
     assert json.loads(Path("here/summary.json").read_text())["finished"] is True
-    assert (fake.calls[0]["workers"], fake.calls[0]["device"]) == (3, "cpu")
+    assert isinstance(fake.calls[0]["engine"], LocalEngine)
+    assert fake.calls[0]["device"] == "cpu"
 
 
 def test_the_folder_is_named_after_the_scenario_and_its_digest(fake: Fake) -> None:
@@ -164,7 +166,7 @@ def test_a_folder_of_another_run_is_left_alone(fake: Fake, capsys: pytest.Captur
         (["quickstart", "--strategy", "mean,medain"], "unknown strategy 'medain': did you mean 'median'?"),
         (["quickstart", "--strategy", ","], "--strategy: expected names"),
         (["quickstart", "--device", "gpu"], "--device 'gpu': did you mean 'cpu'? Allowed: auto, cpu, cuda"),
-        (["quickstart", "--engine", "locale"], "--engine 'locale': did you mean 'local'? Allowed: local"),
+        (["quickstart", "--engine", "locale"], "--engine 'locale': did you mean 'local'? Allowed: flower-simulation, local"),
         (["quickstart", "--workers", "0"], "--workers"),
         (["quickstart", "--seed", "-1"], "--seed"),
     ],

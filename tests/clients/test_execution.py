@@ -20,6 +20,7 @@ from fedplat.clients.stacked.execution import (
     usual_execution,
 )
 from fedplat.config import load
+from fedplat.engines import LocalEngine
 from fedplat.errors import UserError
 from fedplat.models import build
 from fedplat.models.cnn import hfl_cnn
@@ -106,7 +107,9 @@ CONFIG: dict[str, Any] = {
 def run_in(path: Path, changes: dict[str, Any], workers: int, group_size: int | None) -> torch.Tensor:
     config = load(CONFIG | changes, "t")
     folder = RunFolder.open(path, config, resume=True)
-    experiment.run(config, folder, workers=workers, device="cpu", observer=Display(), group_size=group_size)
+    experiment.run(
+        config, folder, engine=LocalEngine(workers), device="cpu", observer=Display(), group_size=group_size
+    )
     state = torch.load(path / "mean" / "model.pt", weights_only=True)
     return torch.cat([tensor.flatten() for tensor in state.values()])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedplat import experiment
 from fedplat.config import load
+from fedplat.engines import LocalEngine
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
 
@@ -25,7 +26,7 @@ def run(path: Path, strategy: str, *attacks: dict[str, Any], rounds: int = 10) -
         {**SCENARIO, "strategies": [strategy], "attacks": list(attacks), "rounds": rounds}, "credit"
     )
     folder = RunFolder.open(path, config, resume=False)
-    experiment.run(config, folder, workers=1, device="cpu", observer=Display())
+    experiment.run(config, folder, engine=LocalEngine(1), device="cpu", observer=Display())
     return folder
 
 

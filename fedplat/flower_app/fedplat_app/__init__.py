@@ -1,0 +1,1 @@
+"""The app that a SuperLink hands to its nodes."""
