@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,15 @@ class Aggregator(ABC):
     def disk_bytes(self, clients: int, dim: int) -> int:
         """Return how large a temporary file the rule needs where it takes updates in blocks."""
         return 0
+
+    def sensitivity(self, clients: int) -> float:
+        """Return how far the new model may move if one client's update becomes zero; infinity if unknown.
+
+        In units of the longest update's L2 norm, over parameters and buffers together, for equal sample
+        counts and whatever the rule remembers. It is for rules of your own; what is known of those that come
+        with fedplat is in :mod:`fedplat.strategies.sensitivity`.
+        """
+        return math.inf
 
     def state_bytes(self, clients: int, dim: int) -> int:
         """Return how many bytes the rule keeps from round to round, for so many clients and parameters."""
