@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedplat.arrays import FlatArrays
+from fedplat.compat import MessageType
 from fedplat.grouped import GroupApp
 from fedplat.models.flat import FlatModel
 from fedplat.rng import generator, seeded_torch, torch_seed
 
 from .attacks import dispatch
+from .mods.secure_aggregation import SecureAggregationMod
 from .stacked import Learner, StackedTrainer
 from .stacked.execution import Execution, usual_execution
 from .task import ClientTask
@@ -53,6 +55,9 @@ class ExperimentApp(GroupApp):
         self.train()(self._train)
         self.evaluate()(self._evaluate)
         self.query()(self._which_partition)
+        for mod in outer:
+            if isinstance(mod, SecureAggregationMod):
+                mod.register(self)
 
     def run_group(self, messages: list[Message], contexts: list[Context]) -> list[Message | None]:
         """Train the clients together that can be, and leave the others to be called by themselves."""
@@ -65,8 +70,11 @@ class ExperimentApp(GroupApp):
         return replies
 
     def _stackable(self, message: Message, context: Context) -> bool:
+        # A unit of short messages may be of questions, which come without settings.
+        if not self._stacked or message.metadata.message_type != MessageType.TRAIN:
+            return False
         partition, server_round = _who_and_when(message, context)
-        return self._stacked and self._task.attack_of(partition, server_round).only_on_data
+        return self._task.attack_of(partition, server_round).only_on_data
 
     def _train(self, message: Message, context: Context) -> Message:
         if self._stackable(message, context):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,20 @@ class CollusionGrid(GridWrapper):
     that is a row of the engine's matrix; buffers, integers and metrics stay what they trained. Errors, and
     replies that are malformed or not finite, pass as they are and are not looked at. Everything else is the
     ``grid``'s, which stays the one to close. A simulation only: no real client sees the others' replies.
+
+    Where replies are signed, ``sign`` gives the content of a colluder's reply its signature: from that
+    content, the message it answers, and the client's number.
     """
 
     def __init__(
-        self, grid: Grid, attacks: Mapping[int, Attack], clients: Mapping[int, int] | None = None
+        self,
+        grid: Grid,
+        attacks: Mapping[int, Attack],
+        clients: Mapping[int, int] | None = None,
+        sign: Callable[[RecordDict, Message, int], RecordDict] | None = None,
     ) -> None:
         super().__init__(grid)
+        self._sign = sign
         self._attacks = dict(attacks)
         self._clients = dict(clients or {})
         groups: dict[int, Collusion] = {}
@@ -58,9 +66,15 @@ class CollusionGrid(GridWrapper):
         """Send messages and return the replies, those of the colluders forged."""
         sent = list(messages)
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        if self._groups:
-            for cohort in _cohorts(_answers(sent, replies)):
-                self._forge(cohort, replies)
+        if not self._groups:
+            return replies
+        asked = {message.metadata.dst_node_id: message for message in sent}
+        for cohort in _cohorts(_answers(sent, replies)):
+            for answer in self._forge(cohort, replies):
+                if self._sign is not None:
+                    reply, client = replies[answer.index], self._clients.get(answer.node, answer.node)
+                    signed = self._sign(reply.content, asked[answer.node], client)
+                    replies[answer.index] = make_message(reply.metadata, signed)
         return replies
 
     def engine_for(self, messages: Sequence[Message]) -> LocalGrid | None:
@@ -80,7 +94,9 @@ class CollusionGrid(GridWrapper):
         """Put back what :meth:`state_dict` returned for the same attacks."""
         self._memories = [dict(state.get(str(index), {})) for index in range(len(self._groups))]
 
-    def _forge(self, cohort: list[_Answer], replies: list[Message]) -> None:
+    def _forge(self, cohort: list[_Answer], replies: list[Message]) -> list[_Answer]:
+        """Put the colluders' parameters into their replies, and return whose these are."""
+        forged: list[_Answer] = []
         server_round = cohort[0].server_round
         active = {
             answer.node: attack
@@ -88,10 +104,10 @@ class CollusionGrid(GridWrapper):
             if (attack := self._attacks.get(answer.node)) and attack.schedule.active(server_round)
         }
         if not any(isinstance(attack, Collusion) for attack in active.values()):
-            return
+            return forged
         cohort = [answer for answer in cohort if np.isfinite(answer.params).all()]
         if not cohort:
-            return
+            return forged
         models, rows = _as_matrix(cohort)
         seen = list(zip(cohort, rows, strict=True))
         honest = [pair for pair in seen if pair[0].node not in active]
@@ -113,6 +129,8 @@ class CollusionGrid(GridWrapper):
             )
             for (answer, _), params in zip(own, attack.collude(view).float().numpy(), strict=True):
                 replies[answer.index] = _with_params(replies[answer.index], answer, params)
+                forged.append(answer)
+        return forged
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class ClientTask:
     def resident(self) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]] | None:
         """The clients' samples and labels, prepared once, and the rows that are each client's.
 
-        None if they are not kept, or would take more than 1 GiB. Processes forked after the first use share the memory.
+        None if they are not kept, or would take more than 1 GiB. Processes forked after the first use share
+        the memory.
         """
         if not self.keep_samples:
             return None

@@ -25,6 +25,12 @@ PACKAGES = {
     "partitions": "fedplat.datasets.partition",
 }
 
+# Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name.
+PREFIXED = {
+    "datasets": {"hf": "fedplat.datasets.hugging_face:data_set"},
+    "partitions": {"hf": "fedplat.datasets.hugging_face_partitions:partitioner"},
+}
+
 BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "strategies": (
         ("mean", "baselines:Mean", "weighted or plain mean of the updates",

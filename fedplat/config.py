@@ -121,6 +121,40 @@ class FlowerConfig(_Strict):
     address: Annotated[str, Field(description="a Ray cluster that runs already; auto: this machine's")] = ""
 
 
+class SecurityConfig(_Strict):
+    """Whether clients sign what they send, and where the server has their public keys.
+
+    Without ``signing_keys``, a folder of ``NAME.pub`` files, keys are made from the run's seed; these are for
+    simulations and protect nothing.
+    """
+
+    signed_updates: bool = False
+    signing_keys: Path | None = None
+
+
+class AggregationConfig(_Strict):
+    """Secure aggregation: the server sees the sums of ``secure_groups`` groups only; 0: every update.
+
+    The settings are those of :class:`fedplat.strategies.secure_aggregation.SecureAggregation`.
+    """
+
+    secure_groups: Annotated[int, Field(ge=0)] = 0
+    threshold: Annotated[float, Field(gt=0.5, le=1, description="part of a group that has to stay")] = 2 / 3
+    clip: Annotated[float, Field(gt=0, description="largest size of a value in an update")] = 8.0
+    bits: Literal[32, 64] = 32
+    max_weight: Annotated[int, Field(ge=1, description="above 1: clients weigh by samples up to it")] = 1
+
+
+class PrivacyConfig(_Strict):
+    """Differential privacy of clients: noise from the server (``central``), from each client, or ``none``."""
+
+    mode: Literal["none", "central", "local"] = "none"
+    clip: Annotated[float, Field(gt=0, description="largest L2 norm of an update")] = 1.0
+    noise_multiplier: Annotated[float, Field(gt=0, description="noise over what a client can change")] = 1.0
+    delta: Annotated[float, Field(gt=0, lt=1, description="that epsilon is stated at")] = 1e-5
+    budget: Annotated[float | None, Field(gt=0, description="epsilon not to be exceeded")] = None
+
+
 class ExperimentConfig(_Strict):
     """A situation, and the strategies that are run on it.
 
@@ -142,6 +176,9 @@ class ExperimentConfig(_Strict):
     selection: SelectionConfig = SelectionConfig()
     attacks: tuple[AttackConfig, ...] = ()
     evaluation: EvaluationConfig = EvaluationConfig()
+    security: SecurityConfig = SecurityConfig()
+    aggregation: AggregationConfig = AggregationConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
     flower: FlowerConfig = FlowerConfig()
     strategy: Any = None
 
@@ -158,6 +195,7 @@ class ExperimentConfig(_Strict):
         content = self.to_dict()
         for key in ("description", "flower"):
             content.pop(key, None)
+        content["security"].pop("signing_keys", None)
         for key in ("root", "download"):
             content["data"].pop(key, None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
@@ -193,6 +231,11 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
             raise UserError(f"{where}: attacks.{index}: give one of 'fraction', 'count' and 'clients'")
         if attack.richest_in is not None and given == ["clients"]:
             raise UserError(f"{where}: attacks.{index}: 'richest_in' goes with 'fraction' or 'count'")
+    if config.aggregation.secure_groups and config.privacy.mode == "central":
+        raise UserError(
+            f"{where}: privacy.mode: 'central' has to see each client's update to clip it, which "
+            f"aggregation.secure_groups hides; use 'local', or leave one of them out"
+        )
     return config
 
 

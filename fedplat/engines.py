@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from .clients.app import STRATEGY_KEY, make_client_app
 from .clients.stacked.execution import Execution
 from .errors import UserError
+from .protection import client_mods
 from .runtime.flower import FlowerGrid
 from .runtime.local import FIRST_NODE_ID, LocalGrid
 from .scenario_app import ScenarioApp, told_to_clients
@@ -55,6 +56,8 @@ class Engine(AbstractContextManager["Engine"], ABC):
     name = ""
     groups = False
     """Whether a worker may train several clients at once."""
+    simulated = True
+    """Whether the clients are not real, and their keys and noise need not be secret."""
 
     @abstractmethod
     def clients(self, situation: Situation, strategy: str) -> AbstractContextManager[Clients]:
@@ -64,8 +67,9 @@ class Engine(AbstractContextManager["Engine"], ABC):
         """Return in a line how clients are run."""
         return self.name
 
-    def waits(self, num_clients: int) -> dict[str, Any]:
-        """Return how many nodes strategies wait for, and for how long, as keywords of a strategy."""
+    @property
+    def waits(self) -> dict[str, Any]:
+        """How many nodes strategies wait for, if not for all, and for how long; keywords of a strategy."""
         return {}
 
     def __enter__(self) -> Self:
@@ -88,7 +92,9 @@ class LocalEngine(Engine):
     def clients(self, situation: Situation, strategy: str) -> Iterator[Clients]:
         """Start workers that are forked from this process and so have the data."""
         workers = 0 if situation.task.device != "cpu" else self._workers
-        app = make_client_app(situation.task, situation.execution)
+        app = make_client_app(
+            situation.task, situation.execution, *client_mods(situation.config, simulation=True)
+        )
         with LocalGrid(app, situation.num_clients, workers=workers) as grid:
             numbers = {node: client for client, node in enumerate(grid.get_node_ids())}
             yield Clients(grid, numbers, told=ConfigRecord({STRATEGY_KEY: strategy}))
@@ -115,7 +121,7 @@ class SimulationEngine(Engine):
             from .runtime.simulation import simulation
 
             resources = situation.config.flower
-            app = ScenarioApp(any_code=True, keep_samples=True)
+            app = ScenarioApp(simulation=True)
             self._grid = self._open.enter_context(
                 simulation(app, situation.num_clients, **resources.model_dump())
             )
@@ -138,19 +144,20 @@ class FederationEngine(Engine):
         self._grid = FlowerGrid(grid, poll_seconds=0.02 if simulated else 0.5, saves_states=simulated)
         self._device = device
         self._waits = {"min_nodes": min_nodes, "node_wait": node_wait}
-        self._simulated = simulated
+        self.simulated = simulated
 
     @contextmanager
     def clients(self, situation: Situation, strategy: str) -> Iterator[Clients]:
         """Wait until every partition has a node; raises UserError that says which have none."""
         wait = float(self._waits["node_wait"])
         yield ready_clients(
-            self._grid, situation, strategy, self._device, same_machine=self._simulated, wait=wait
+            self._grid, situation, strategy, self._device, same_machine=self.simulated, wait=wait
         )
 
-    def waits(self, num_clients: int) -> dict[str, Any]:
-        """Return what was asked for."""
-        return self._waits
+    @property
+    def waits(self) -> dict[str, Any]:
+        """What was asked for."""
+        return dict(self._waits)
 
 
 def of(name: str, *, workers: int | None = None, device: str = "auto") -> Engine:

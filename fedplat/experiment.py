@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from . import models, registry
 from .arrays import FlatArrays
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
+from .clients.attacks.collusion import Collusion
 from .clients.collusion_grid import CollusionGrid
 from .clients.stacked.execution import Execution, known_execution, measured_execution
 from .clients.task import ClientTask
@@ -31,6 +32,7 @@ from .engines import Engine
 from .errors import UserError
 from .evaluation import SUCCESS, evaluation_of
 from .models.flat import FlatModel
+from .protection import colluders_signature, protected
 from .results.detection import detection
 from .results.folder import RunFolder, StrategyLog
 from .root_training import root_training
@@ -100,10 +102,7 @@ def run(
     execution = execution_for(situation.task, folder, group_size if engine.groups else 1)
     situation = replace(situation, execution=execution)
     observer.note(f"clients: {engine.summary(execution)}")
-    strategies = {
-        name: build_strategy(config, name, situation, **engine.waits(situation.num_clients))
-        for name in config.strategies
-    }
+    strategies = {name: build_strategy(config, name, situation, engine) for name in config.strategies}
     folder.describe(
         device=situation.task.device,
         classes=list(situation.task.dataset.classes),
@@ -139,7 +138,8 @@ def run_strategy(
         attacks = {
             node: attack for node, c in clients.numbers.items() if (attack := situation.task.attacks.get(c))
         }
-        grid = CollusionGrid(clients.grid, attacks, clients.numbers)
+        signature = colluders_signature(config, simulation=engine.simulated)
+        grid = CollusionGrid(clients.grid, attacks, clients.numbers, signature)
         if isinstance(inner := innermost(strategy), FederatedStrategy):
             inner.identities |= clients.identities
         if log.started:
@@ -265,6 +265,11 @@ def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.nd
     names = [part.name for part in config.attacks]
     for index, (part, ids) in enumerate(zip(config.attacks, chosen, strict=True)):
         attack: Attack = part.build()
+        if isinstance(attack, Collusion) and config.aggregation.secure_groups:
+            raise UserError(
+                f"attacks.{index}: '{part.name}' is made from what honest clients sent, which "
+                f"aggregation.secure_groups hides from everyone; leave one of them out"
+            )
         label = (
             part.name if names.count(part.name) == 1 else f"{part.name}-{names[:index].count(part.name) + 1}"
         )
@@ -280,37 +285,33 @@ def resolve_device(device: str) -> str:
     return ("cuda" if available else "cpu") if device == "auto" else device
 
 
-def build_strategy(
-    config: ExperimentConfig,
-    name: str,
-    situation: Situation,
-    *,
-    min_nodes: int | None = None,
-    node_wait: float = 300.0,
-) -> Strategy:
-    """Build a strategy that waits for ``min_nodes`` clients, by default for all.
+def build_strategy(config: ExperimentConfig, name: str, situation: Situation, engine: Engine) -> Strategy:
+    """Build a strategy with what protects its clients around it.
 
-    Raises InfeasibleError if its rule cannot work on so many clients.
+    Raises InfeasibleError if its rule cannot work on so many clients, or groups of them, and UserError if it
+    cannot be protected as the scenario says.
     """
     part = config.strategy_part(name)
     target, settings = registry.find("strategies", part.name).load(), part.settings()
-    if not (inspect.isclass(target) and issubclass(target, FederatedStrategy)):
-        return cast(Strategy, target(**settings))
-    # Data of the server's own are no setting: they are handed to the strategies that ask for them.
-    if issubclass(target, FLTrust):
-        settings["root"] = root_training(situation.task, settings["root_samples"])
-    strategy: FederatedStrategy = cast(Any, target)(
-        **settings,
-        selector=config.selection.build(),
-        before=[step.build() for step in part.before],
-        seed=config.seed,
-        rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
-        fraction_evaluate=0.0,
-        min_nodes=situation.num_clients if min_nodes is None else min_nodes,
-        node_wait=node_wait,
-    )
-    strategy.aggregator.check(strategy.selector.count(situation.num_clients))
-    return strategy
+    clients = situation.num_clients
+    if inspect.isclass(target) and issubclass(target, FederatedStrategy):
+        # Data of the server's own are no setting: they are handed to the strategies that ask for them.
+        if issubclass(target, FLTrust):
+            settings["root"] = root_training(situation.task, settings["root_samples"])
+        strategy: Strategy = cast(Any, target)(
+            **settings,
+            selector=config.selection.build(),
+            before=[step.build() for step in part.before],
+            seed=config.seed,
+            rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
+            fraction_evaluate=0.0,
+            **{"min_nodes": clients, **engine.waits},
+        )
+        inner = cast(FederatedStrategy, strategy)
+        inner.aggregator.check(config.aggregation.secure_groups or inner.selector.count(clients))
+    else:
+        strategy = cast(Strategy, target(**settings))
+    return protected(strategy, config, clients, simulation=engine.simulated)
 
 
 # Results of a round ----------------------------------------------------------------------------------------

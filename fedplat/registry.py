@@ -20,29 +20,34 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
-from .catalogue import BUILT_IN, PACKAGES
+from .catalogue import BUILT_IN, PACKAGES, PREFIXED
 from .errors import UserError, unknown_name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One name: its kind, the ``module:attribute`` behind it, a summary and the publication it follows."""
+    """One name: its kind, the ``module:attribute`` behind it, a summary and the publication it follows.
+
+    With an ``argument``, the thing behind the name is what the target returns for it.
+    """
 
     kind: str
     name: str
     target: str
     summary: str
     source: str = ""
+    argument: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the target; raises UserError if it is not there."""
         module, _, attribute = self.target.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UserError(
                 f"{SINGULAR[self.kind]} '{self.name}': cannot import {self.target}: {error}"
             ) from error
+        return found if self.argument is None else found(self.argument)
 
 
 SINGULAR = {
@@ -73,6 +78,9 @@ def find(kind: str, name: str) -> Entry:
     """Return the entry for a name or ``module:attribute``; raises UserError with the nearest name."""
     if name in entries(kind):
         return entries(kind)[name]
+    prefix, _, rest = name.partition(":")
+    if ":" in name and (target := PREFIXED.get(kind, {}).get(prefix)):
+        return Entry(kind, name, target, f"by '{prefix}:' from another library", argument=rest)
     if ":" in name:
         return Entry(kind, name, name, "given by import path")
     raise unknown_name(SINGULAR[kind], name, entries(kind))

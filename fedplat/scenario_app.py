@@ -17,14 +17,18 @@ from flwr.clientapp import ClientApp
 
 from . import config as configuration
 from .clients.app import STRATEGY_KEY, ExperimentApp
+from .clients.mods.secure_aggregation import SecureAggregationMod
 from .clients.stacked.execution import Execution
 from .errors import UserError
+from .protection import client_mods
 from .runtime.flower import STATE_QUERY, answer_state_query
+from .security.secure_messages import KEYS, SHARES, UNMASK
 from .threads import torch_threads
 
 _SCENARIO_KEY = "fedplat.scenario"
 _EXECUTION_KEY = "fedplat.execution"
 _DEVICE_KEY = "fedplat.device"
+_SECURE_QUESTIONS = (KEYS, SHARES, UNMASK)
 _SERVERS_BUSINESS = ("description", "strategies", "strategy", "selection", "evaluation", "timeout", "flower")
 
 
@@ -43,6 +47,7 @@ def told_to_clients(
     scenario = {key: value for key, value in config.to_dict().items() if key not in _SERVERS_BUSINESS}
     if not same_machine:
         scenario["data"].pop("root", None)
+        scenario["security"].pop("signing_keys", None)
     return ConfigRecord(
         {
             _SCENARIO_KEY: json.dumps(scenario),
@@ -58,15 +63,17 @@ class ScenarioApp(ClientApp):
 
     What a node knows better than the server comes from its node config: ``partition-id``, ``data-root``
     (where its data lies), ``device``, ``threads`` (1, which gives the bits of the other engines; 0: all) and
-    ``signing-key``. Only parts with a name in fedplat's or an installed package's catalogue are used:
-    a scenario that names code by ``module:attribute`` is refused unless ``any_code`` is set, so that a
-    client that runs this app runs nothing that was not installed on it.
+    ``signing-key`` (the PEM file it signs with). Only parts with a name in fedplat's or an installed
+    package's catalogue are used: a scenario that names code by ``module:attribute`` is refused, so that a
+    client runs nothing that was not installed on it.
+
+    In a ``simulation`` of one's own, where clients have nothing to hide, code may be named by its path, keys
+    and privacy noise come from the run's seed, and prepared samples are kept from round to round.
     """
 
-    def __init__(self, *, any_code: bool = False, keep_samples: bool = False) -> None:
+    def __init__(self, *, simulation: bool = False) -> None:
         super().__init__()
-        self._any_code = any_code
-        self._keep_samples = keep_samples
+        self._simulation = simulation
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply of the client that the context describes."""
@@ -76,6 +83,8 @@ class ScenarioApp(ClientApp):
             return Message(RecordDict({"node": answer}), reply_to=message)
         if kind == STATE_QUERY:
             return answer_state_query(message, context.state)
+        if kind in _SECURE_QUESTIONS:
+            return SecureAggregationMod().answer(message, context)
         told = message.content.get("config")
         if not isinstance(told, ConfigRecord) or _SCENARIO_KEY not in told:
             raise UserError(
@@ -88,27 +97,25 @@ class ScenarioApp(ClientApp):
             str(told[_EXECUTION_KEY]),
             str(node.get("device", told[_DEVICE_KEY])),
             str(node.get("data-root", "")),
-            self._any_code,
-            self._keep_samples,
+            self._simulation,
         )
         with torch_threads(int(node.get("threads", 1))):
             return app(message, context)
 
 
 @lru_cache(maxsize=1)
-def _app_of(
-    scenario: str, execution: str, device: str, data_root: str, any_code: bool, keep_samples: bool
-) -> ExperimentApp:
+def _app_of(scenario: str, execution: str, device: str, data_root: str, simulation: bool) -> ExperimentApp:
     from . import experiment  # what a process that only answers queries does not need
 
     raw = json.loads(scenario)
-    if not any_code:
+    if not simulation:
         _refuse_code(raw)
     if data_root:
         raw["data"]["root"] = str(Path(data_root).expanduser())
     config = configuration.load(raw, "scenario from the server")
-    task = experiment.build_task(config, experiment.resolve_device(device), keep_samples=keep_samples)
-    return ExperimentApp(task, Execution(**json.loads(execution), group=1, source="given", microseconds={}))
+    task = experiment.build_task(config, experiment.resolve_device(device), keep_samples=simulation)
+    how = Execution(**json.loads(execution), group=1, source="given", microseconds={})
+    return ExperimentApp(task, how, *client_mods(config, simulation=simulation))
 
 
 def _refuse_code(value: Any, where: str = "") -> None:

@@ -214,6 +214,7 @@ class LocalPrivacyAccount(StrategyWrapper):
         self.budget = budget
         self._accounts: dict[int, PrivacyAccount] = {}
         self._nobody = PrivacyAccount(delta)
+        self._charged: dict[int, int] = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -231,10 +232,20 @@ class LocalPrivacyAccount(StrategyWrapper):
             )
         if len(able) < len(messages):
             log.info("round %d: %d clients have spent their budget", server_round, len(messages) - len(able))
-        for message in able:
-            who = self._identity(message.metadata.dst_node_id)
+        self._charged = {m.metadata.dst_node_id: self._identity(m.metadata.dst_node_id) for m in able}
+        for who in self._charged.values():
             self._accounts.setdefault(who, PrivacyAccount(self.delta)).spend(self.noise_multiplier)
         return able
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the inner strategy combine the replies; by now they may have told whose the nodes are."""
+        for node_id, who in self._charged.items():
+            if (known := self._identity(node_id)) != who and who in self._accounts:
+                spent = self._accounts.pop(who)
+                self._accounts.setdefault(known, PrivacyAccount(self.delta)).join(spent)
+        return super().aggregate_train(server_round, replies)
 
     def epsilon(self, node_id: int) -> float:
         """Return what the client at a node has spent."""

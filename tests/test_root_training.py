@@ -9,6 +9,7 @@ from fedplat import experiment
 from fedplat.arrays import FlatArrays
 from fedplat.clients.app import make_client_app
 from fedplat.config import load
+from fedplat.engines import LocalEngine
 from fedplat.errors import UserError
 from fedplat.root_training import root_training
 from fedplat.rounds import rounds
@@ -49,13 +50,13 @@ def test_root_training_improves_the_model_and_depends_on_seed_and_round_alone() 
 def test_more_root_samples_than_there_are_is_a_users_mistake() -> None:
     config = load({**SCENARIO, "strategy": {"fltrust": {"root_samples": 5000}}}, "tiny")
     with pytest.raises(UserError, match="root_samples: 5000 wanted, the training set has 1438"):
-        experiment.build_strategy(config, "fltrust", situation())
+        experiment.build_strategy(config, "fltrust", situation(), LocalEngine())
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_the_root_update_tells_turned_updates_from_honest_ones_even_in_the_majority(share: float) -> None:
     here = situation(attacks=[{"name": "sign-flip", "fraction": share, "factor": -4.0}])
-    strategy = experiment.build_strategy(here.config, "fltrust", here)
+    strategy = experiment.build_strategy(here.config, "fltrust", here, LocalEngine())
     with LocalGrid(make_client_app(here.task), 5, workers=0) as grid:
         for current in rounds(strategy, grid, here.initial, 2, evaluate_fn=here.evaluate_fn):
             last = current

@@ -120,7 +120,7 @@ def test_a_client_runs_no_code_that_a_server_names_by_its_path() -> None:
     ):
         ask(ScenarioApp(), config)
     with pytest.raises(KeyError, match="server-round"):  # it gets as far as training
-        ask(ScenarioApp(any_code=True), config)
+        ask(ScenarioApp(simulation=True), config)
 
 
 def test_what_is_the_servers_business_is_not_told() -> None:

@@ -117,6 +117,11 @@ class PrivacyAccount:
         """Note a release whose noise has a standard deviation of so many times what one client can change."""
         self._releases[noise_multiplier] = self._releases.get(noise_multiplier, 0) + 1
 
+    def join(self, other: PrivacyAccount) -> None:
+        """Add what was spent on another account, which turns out to be the same client's."""
+        for noise_multiplier, count in other._releases.items():
+            self._releases[noise_multiplier] = self._releases.get(noise_multiplier, 0) + count
+
     def epsilon(self, after: float | None = None) -> float:
         """Return what has been spent, or would be ``after`` one more release at that noise multiplier."""
         releases = dict(self._releases)
