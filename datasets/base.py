@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class Dataset:
 
     ``sample_shape`` is the shape of one prepared sample: (C, H, W) for images, (T,) for token sequences.
     ``groups`` (n,) names the natural client of each training sample by an index into ``group_names``.
+    ``columns`` are further values of each training sample (n,), by name, that a partitioner may deal by.
     ``note`` says what a reader of the results must know about this copy of the data. ``fingerprint`` is
     a hash of the stored arrays: equal on two machines exactly if both hold the same samples and labels
     in the same order.
@@ -64,6 +66,7 @@ class Dataset:
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     note: str = ""
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     fingerprint: str = field(default="", compare=False)
 
     @property

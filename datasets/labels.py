@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,17 @@ Parts = list[Indices]
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The training labels (n,), or (n, T) for text, and each sample's natural group (n,) if there are any."""
+    """The training labels (n,), or (n, T) for text, and each sample's natural group (n,) if there are any.
+
+    ``columns`` are further values (n,) of the samples, by name.
+    """
 
     labels: NDArray[np.int64]
     num_classes: int
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     name: str = "dataset"
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -31,7 +35,14 @@ class Labels:
     @classmethod
     def of(cls, dataset: Dataset) -> Labels:
         """Return the view of a data set's training split."""
-        return cls(dataset.train.y, dataset.num_classes, dataset.groups, dataset.group_names, dataset.name)
+        return cls(
+            dataset.train.y,
+            dataset.num_classes,
+            dataset.groups,
+            dataset.group_names,
+            dataset.name,
+            dataset.columns,
+        )
 
     def class_labels(self, scheme: str) -> NDArray[np.int64]:
         """Return the labels (n,); raises UserError for a data set whose samples have no class."""

@@ -141,7 +141,7 @@ class FederationEngine(Engine):
     name = "flower"
 
     def __init__(self, grid: Grid, *, device: str, min_nodes: int, node_wait: float, simulated: bool) -> None:
-        self._grid = FlowerGrid(grid, poll_seconds=0.02 if simulated else 0.5, saves_states=simulated)
+        self._grid = FlowerGrid(grid, poll_seconds=0.02 if simulated else 0.5)
         self._device = device
         self._waits = {"min_nodes": min_nodes, "node_wait": node_wait}
         self.simulated = simulated

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from .config import ExperimentConfig
 
 
-def client_mods(config: ExperimentConfig, *, simulation: bool) -> tuple[list[Mod], list[Mod]]:
+def client_mods(
+    config: ExperimentConfig, *, simulation: bool, least_members: int = 2
+) -> tuple[list[Mod], list[Mod]]:
     """Return the mods of a client inside and outside of its attack, if it has one.
 
     An attacker keeps to no clipping, but signs and masks what it sends, as it otherwise had no say at all.
-    In a ``simulation`` keys and noise follow from the run's seed.
+    In a ``simulation`` keys and noise follow from the run's seed. ``least_members`` is the smallest number of
+    updates in a sum that the client lets its own be part of.
     """
     inner: list[Mod] = []
     if config.privacy.mode == "local":
@@ -41,7 +44,7 @@ def client_mods(config: ExperimentConfig, *, simulation: bool) -> tuple[list[Mod
     if config.security.signed_updates:
         outer.append(SigningMod.for_simulation(config.seed) if simulation else SigningMod.from_node_config())
     if config.aggregation.secure_groups:
-        outer.append(SecureAggregationMod())
+        outer.append(SecureAggregationMod(least_members=least_members))
     return inner, outer
 
 

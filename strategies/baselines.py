@@ -21,7 +21,8 @@ from .aggregators import (
 )
 from .aggregators.coordinatewise import check_trim, trim_count
 from .aggregators.running import RunningMean
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 
 
 class MeanRule(CoordinateWise):

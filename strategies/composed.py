@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate
 from .nodes import Node, NodeDirectory, sender
+from .parts import rules_of, selector_of
 from .preaggregators import PreAggregator, Preprocessed
 from .replies import (
     STREAM_ABOVE,
@@ -35,28 +36,11 @@ from .replies import (
     weighted_metrics,
 )
 from .reports import ClientReport
-from .selectors import AllClients, Selector
+from .selectors import Selector
 from .submodels import FULL, FullModel, SubModelScheme, SubModelSpec
 from .topology import Flat, Topology
 
 log = logging.getLogger("fedplat")
-
-
-class StrategyParts(TypedDict, total=False):
-    """The keyword arguments that every fedplat strategy passes on to :class:`FederatedStrategy`."""
-
-    selector: Selector
-    submodels: SubModelScheme
-    topology: Topology
-    before: Sequence[PreAggregator]
-    seed: int
-    rules: ReplyRules
-    fraction_evaluate: float
-    min_nodes: int
-    node_wait: float
-    stream_above: int
-    arrayrecord_key: str
-    configrecord_key: str
 
 
 class FederatedStrategy(Strategy):
@@ -69,6 +53,9 @@ class FederatedStrategy(Strategy):
     ``fraction_evaluate`` of the nodes evaluate the new model each round; at least ``min_nodes`` must connect
     within ``node_wait`` seconds. ``before`` are steps taken before the aggregator, see
     :mod:`fedplat.strategies.preaggregators`. ``seed`` feeds the selection and rules that draw.
+
+    Flower's keywords are understood: ``fraction_train`` draws so large a part of the clients each round, the
+    most of the three ``min_*_nodes`` has to connect, and ``weighted_by_key`` names the sample count.
 
     ``identities`` gives, by node id, the number under which rules remember a client, where that is not the
     node id itself but, for instance, tied to a key.
@@ -91,16 +78,21 @@ class FederatedStrategy(Strategy):
         min_nodes: int = 1,
         node_wait: float = 300.0,
         stream_above: int = STREAM_ABOVE,
+        fraction_train: float = 1.0,
+        min_train_nodes: int = 1,
+        min_evaluate_nodes: int = 1,
+        min_available_nodes: int = 1,
+        weighted_by_key: str | None = None,
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
     ) -> None:
         if not 0 <= fraction_evaluate <= 1:
             raise ValueError(f"fraction_evaluate must be between 0 and 1, got {fraction_evaluate}")
         self.aggregator = Preprocessed(aggregator, before, seed) if before else aggregator
-        self.selector = selector or AllClients()
+        self.selector = selector_of(selector, fraction_train)
         self.submodels = submodels or FullModel()
         self.topology = topology or Flat()
-        self.rules = rules or ReplyRules()
+        self.rules = rules_of(rules, weighted_by_key)
         self.reports: list[ClientReport] = []
         self.diagnostics: dict[str, float] = {}
         self.identities: dict[int, int] = {}
@@ -108,7 +100,8 @@ class FederatedStrategy(Strategy):
         self._fraction_evaluate = fraction_evaluate
         self._stream_above = stream_above
         self._keys = arrayrecord_key, configrecord_key
-        self._nodes = NodeDirectory(min_nodes, node_wait)
+        needed = max(min_nodes, min_train_nodes, min_evaluate_nodes, min_available_nodes)
+        self._nodes = NodeDirectory(needed, node_wait)
         self._reference: FlatArrays | None = None
         self._plan: RoundPlan | None = None
         self._assigned: dict[int, tuple[SubModelSpec, Layout]] = {}
@@ -191,7 +184,13 @@ class FederatedStrategy(Strategy):
         self._report_accepted(accepted, aggregate)
         self.diagnostics = dict(aggregate.diagnostics)
         shares = accepted.num_examples / accepted.num_examples.sum()
-        return new.to_record(), MetricRecord(dict(weighted_metrics(accepted.metrics, shares)))
+        key = self.rules.weighted_by_key
+        return new.to_record(), MetricRecord(dict(weighted_metrics(accepted.metrics, shares, key)))
+
+    def expect_replies_of(self, node_ids: Iterable[int]) -> None:
+        """Let the replies of the round just configured come from these, such as groups, instead of nodes."""
+        if self._reference is not None:
+            self._assigned = dict.fromkeys(node_ids, (FULL, self._reference.layout))
 
     def _at_once(
         self, replies: Iterable[Message], reference: FlatArrays, server_round: int
@@ -268,7 +267,10 @@ class FederatedStrategy(Strategy):
                 status = "refused" if is_refusal(message) else "failed"
                 self._report(node, status, message.error.reason or f"error code {message.error.code}")
                 continue
-            spec, layout = self._assigned.get(node.node_id, (FULL, reference.layout))
+            if node.node_id not in self._assigned:
+                self._report(node, "refused", "the node was not asked")
+                continue
+            spec, layout = self._assigned[node.node_id]
             try:
                 arrays = self.rules.arrays(message, layout)
                 count = self.rules.num_examples(message)
@@ -327,8 +329,8 @@ class FederatedStrategy(Strategy):
                 log.info("evaluation reply of node %d left out: %s", message.metadata.src_node_id, refusal)
         if not pairs:
             return None
-        counts = np.array([count for count, _ in pairs], np.float64)
-        return MetricRecord(dict(weighted_metrics([m for _, m in pairs], counts / counts.sum())))
+        counts, key = np.array([count for count, _ in pairs], np.float64), self.rules.weighted_by_key
+        return MetricRecord(dict(weighted_metrics([m for _, m in pairs], counts / counts.sum(), key)))
 
     # State, reports ----------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from fedplat.updates import ClientUpdates
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, median
 from .aggregators.coordinatewise import shares_of, weighted_sum
 from .aggregators.credibility import Attitude, History, Mix, attitudes, cosines, mixed, updated
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
 from .fed_credit_running import RunningCredit, RunningOldCredit, clipped_to_median, outcome
+from .parts import StrategyParts
 
 _START = 1.0
 

@@ -14,7 +14,8 @@ from .aggregators import Aggregate, Aggregator
 from .aggregators.flame import flame
 from .aggregators.signs import sign_vote, signguard
 from .aggregators.spectral import check_dnc, dnc, removal_count
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 
 Compared = Literal["models", "updates"]
 

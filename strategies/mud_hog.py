@@ -20,7 +20,8 @@ from .aggregators import hog_standing as hog
 from .aggregators.credibility import cosines
 from .aggregators.distances import distances_to, scalar_products
 from .aggregators.history import Histories, HistoryDtype
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -81,14 +81,16 @@ def _middle_of_integers(sides: np.ndarray, reference: FlatArrays) -> np.ndarray:
     return new
 
 
-def weighted_metrics(metrics: Sequence[Mapping[str, float]], shares: np.ndarray) -> dict[str, float]:
+def weighted_metrics(
+    metrics: Sequence[Mapping[str, float]], shares: np.ndarray, count_key: str
+) -> dict[str, float]:
     """Average the metrics that more than half of the clients sent, except the sample counts themselves.
 
     A client may lack one, such as the loss of a training that skipped every batch; then the others count.
     """
     sent = Counter(name for m in metrics for name in m)
     averages = {}
-    for name in sorted(sent.keys() - {"num-examples"}):
+    for name in sorted(sent.keys() - {count_key}):
         having = [(s, m[name]) for s, m in zip(shares, metrics, strict=True) if name in m]
         if 2 * len(having) > len(metrics):
             averages[name] = float(sum(s * value for s, value in having) / sum(s for s, _ in having))

@@ -23,7 +23,8 @@ from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, med
 from .aggregators.geometric import centered_clipping, geometric_median, norm_clipping, smoothed_weiszfeld
 from .aggregators.krum import bulyan, check_bulyan, check_krum, check_meamed, meamed, multi_krum
 from .aggregators.running import RunningClipping
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 
 Liars = Annotated[int, Field(ge=0)] | None
 Positive = Annotated[float, Field(gt=0)]

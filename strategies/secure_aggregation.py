@@ -119,6 +119,8 @@ class SecureAggregation(StrategyWrapper):
             return self.strategy.aggregate_train(server_round, replies)
         now.add_up(replies)
         now.unmask()
+        if isinstance(inner := innermost(self.strategy), FederatedStrategy):
+            inner.expect_replies_of(now.groups)
         return self.strategy.aggregate_train(server_round, now.means())
 
     def _begin(self, server_round: int, received: FlatArrays, grid: Grid) -> SecureRound:

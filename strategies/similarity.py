@@ -21,7 +21,8 @@ from .aggregators.foolsgold import foolsgold
 from .aggregators.geometric import norm_clipping
 from .aggregators.reputation import reputations
 from .aggregators.trust import fltrust
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 
 log = logging.getLogger("fedplat")
 

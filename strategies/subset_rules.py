@@ -27,7 +27,8 @@ from .aggregators.subsets import (
     most_smea,
     smallest_eigenvalue,
 )
-from .composed import FederatedStrategy, StrategyParts
+from .composed import FederatedStrategy
+from .parts import StrategyParts
 from .robust import DeclaredRule, Liars
 
 

@@ -15,11 +15,12 @@ from fedplat import experiment
 from fedplat.clients.stacked.execution import Execution
 from fedplat.compat import make_message
 from fedplat.config import ExperimentConfig, load
-from fedplat.engines import Clients, Engine, FederationEngine, LocalEngine
+from fedplat.engines import Clients, Engine, FederationEngine, LocalEngine, ready_clients
 from fedplat.errors import UserError
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
 from fedplat.runtime.around import GridWrapper
+from fedplat.runtime.flower import STATE_QUERY, FlowerGrid
 from fedplat.runtime.local import LocalGrid
 from fedplat.scenario_app import ScenarioApp, told_to_clients
 from fedplat.strategies import FedCredit
@@ -55,9 +56,8 @@ class Told(Engine):
     @contextmanager
     def clients(self, situation: experiment.Situation, strategy: str) -> Iterator[Clients]:
         with LocalGrid(self._app, situation.num_clients, workers=0, node_config=lambda i: self._node) as grid:
-            federation = FederationEngine(grid, device="cpu", min_nodes=1, node_wait=1.0, simulated=True)
-            with federation.clients(situation, strategy) as clients:
-                yield clients
+            flower = FlowerGrid(grid, poll_seconds=0, saves_states=True)
+            yield ready_clients(flower, situation, strategy, "cpu", same_machine=True, wait=1.0)
 
 
 def run(path: Path, config: ExperimentConfig, engine: Engine, observer: Display | None = None) -> Path:
@@ -74,7 +74,7 @@ def same_results(a: Path, b: Path, strategies: tuple[str, ...]) -> bool:
 def test_clients_that_are_told_everything_give_the_bits_of_those_that_know_it(tmp_path: Path) -> None:
     config = config_of()
     known = run(tmp_path / "known", config, LocalEngine(1))
-    told = run(tmp_path / "told", config, Told(ScenarioApp()))
+    told = run(tmp_path / "told", config, Told(ScenarioApp(simulation=True)))
     assert same_results(known, told, config.strategies)
 
 
@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_clients_momentum_on_any_engine(
     config = config_of()
     once = run(tmp_path / "once", config, LocalEngine(1))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "twice", config, Told(ScenarioApp()), Impatient())
+        run(tmp_path / "twice", config, Told(ScenarioApp(simulation=True)), Impatient())
     run(tmp_path / "twice", config, LocalEngine(1))
     assert same_results(once, tmp_path / "twice", config.strategies)
 
@@ -119,8 +119,27 @@ def test_a_client_runs_no_code_that_a_server_names_by_its_path() -> None:
         UserError, match=r"model: 'fedplat.models.dense:softmax_regression' names code by its import path"
     ):
         ask(ScenarioApp(), config)
-    with pytest.raises(KeyError, match="server-round"):  # it gets as far as training
-        ask(ScenarioApp(simulation=True), config)
+    reply = ask(ScenarioApp(simulation=True), config)
+    assert "'server-round'" in reply.error.reason  # it gets as far as training
+    with pytest.raises(UserError, match="'hf:/etc' is a folder"):
+        ask(ScenarioApp(), config_of(data={"name": "hf:/etc"}))
+
+
+def test_a_real_client_does_not_tell_what_it_remembers() -> None:
+    with pytest.raises(UserError, match="brings no scenario"):
+        ask(ScenarioApp(), None, STATE_QUERY)
+
+
+def test_a_client_does_not_train_without_the_protection_it_requires() -> None:
+    with pytest.raises(
+        UserError, match="this client requires local-privacy, which the scenario does without"
+    ):
+        ask(ScenarioApp(), config_of(), requires="local-privacy")
+    private = config_of(privacy={"mode": "local"})
+    reply = ask(ScenarioApp(), private, requires="local-privacy")
+    assert "needs one record of arrays in the message" in reply.error.reason  # it gets as far as its noise
+    with pytest.raises(UserError, match="did you mean 'local-privacy'"):
+        ask(ScenarioApp(), private, requires="local-privcy")
 
 
 def test_what_is_the_servers_business_is_not_told() -> None:

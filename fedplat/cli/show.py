@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UserError, nearest
-from ..registry import KINDS, SINGULAR, Entry, entries
+from ..registry import KINDS, SINGULAR, Entry, entries, find
 from ..scenarios import read_scenario, scenario_names, variant_names
 from .common import console
 
@@ -41,6 +41,8 @@ def show(
     plain = name.partition(":")[0]
     is_scenario = plain in scenario_names() or plain.endswith(".toml")
     found = [entries(kind)[name] for kind in KINDS if name in entries(kind)]
+    if name.startswith("hf:"):
+        found = [find("partitions" if name.endswith("Partitioner") else "datasets", name)]
     if not is_scenario and not found:
         known = [*scenario_names(), *(other for kind in KINDS for other in entries(kind))]
         close = nearest(name, known)
