@@ -187,12 +187,10 @@ def make_client_app(
 def through(mods: Sequence[Mod], message: Message, context: Context, reply: Message) -> Message:
     """Return what mods make of a reply on its way out; the first of them is the last to see it."""
 
-    def call(message: Message, context: Context) -> Message:
+    if not mods:
         return reply
-
-    for mod in reversed(mods):
-        call = functools.partial(mod, call_next=call)
-    return call(message, context)
+    first, *others = mods
+    return first(message, context, lambda message, context: through(others, message, context, reply))
 
 
 def _who_and_when(message: Message, context: Context) -> tuple[int, int]:
@@ -207,7 +205,7 @@ def _arrays_of(message: Message, model: FlatModel) -> FlatArrays:
 def _optimizer_key(message: Message) -> str:
     """Return where a client keeps its optimizer: strategies that share a run's clients do not share that."""
     config = message.content["config"]
-    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, ""))  # type: ignore[union-attr]
+    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, ""))
 
 
 def _load_optimizer(message: Message, context: Context) -> dict[str, NDArray[np.float32]] | None:

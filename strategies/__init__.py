@@ -7,6 +7,7 @@ Median().start(grid, initial_arrays, num_rounds=10)
 
 from .baselines import Mean, Median, TrimmedMean
 from .composed import FederatedStrategy
+from .differential_privacy import CentralPrivacy, LocalPrivacyAccount
 from .fed_credit import FedCredit
 from .filtering import DivideAndConquer, Flame, SignGuard, SignVote
 from .mud_hog import MudHog
@@ -22,7 +23,9 @@ from .robust import (
     MultiKrum,
     NormClipping,
 )
+from .secure_aggregation import SecureAggregation
 from .selectors import AllClients, RandomFraction
+from .signed_updates import SignedUpdates
 from .similarity import RFFL, FLTrust, FoolsGold
 from .subset_rules import (
     CovarianceFilter,
@@ -40,6 +43,7 @@ __all__ = [
     "Bucketing",
     "Bulyan",
     "CenteredClipping",
+    "CentralPrivacy",
     "ClientReport",
     "Clipping",
     "CovarianceFilter",
@@ -51,6 +55,7 @@ __all__ = [
     "FoolsGold",
     "GeometricMedian",
     "Krum",
+    "LocalPrivacyAccount",
     "Meamed",
     "Mean",
     "Median",
@@ -62,8 +67,10 @@ __all__ = [
     "NormClipping",
     "RandomFraction",
     "ResidualReweighting",
+    "SecureAggregation",
     "SignGuard",
     "SignVote",
+    "SignedUpdates",
     "SmallestEigenvalue",
     "TrimmedMean",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,7 +94,7 @@ class SimulationGrid(FlowerGrid):
         return list(super().pull_messages(message_ids))
 
 
-def _backend_config(num_cpus: float, num_gpus: float, address: str) -> Mapping[str, Any]:
+def _backend_config(num_cpus: float, num_gpus: float, address: str) -> dict[str, dict[str, Any]]:
     init: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address:
         init["address"] = address
