@@ -20,6 +20,7 @@ from flwr.simulation import run_simulation
 
 from fedplat import strategies
 from fedplat.clients.mods.always_reply import always_reply
+from fedplat.errors import UserError
 from fedplat.runtime.local import LocalGrid
 from fedplat.security.validation import ReplyRules
 from fedplat.strategies import FedCredit, FederatedStrategy, Mean, RandomFraction
@@ -151,13 +152,31 @@ def test_the_keywords_that_the_guide_calls_equal_choose_as_fedavg_does() -> None
             rules=ReplyRules(weighted_by_key="samples"),
             **keys,
         ),
+        Mean(fraction_train=0.5, min_available_nodes=6, weighted_by_key="samples", **keys),
     ):
         with LocalGrid(app(), 6, workers=0) as grid:
             results.append(strategy.start(grid, start, num_rounds=2, train_config=config))
-    ours = results[1]
-    assert ours.arrays["0"].numpy().tolist() == results[0].arrays["0"].numpy().tolist() == [2, 2, 2]
-    assert ours.train_metrics_clientapp[2]["loss"] == results[0].train_metrics_clientapp[2]["loss"] == 1
+    assert [result.arrays["0"].numpy().tolist() for result in results] == [[2, 2, 2]] * 3
+    for ours in results[1:]:
+        assert dict(ours.train_metrics_clientapp[2]) == dict(results[0].train_metrics_clientapp[2])
     assert len(strategy.reports) == 3
+
+
+def test_keywords_that_say_the_same_thing_twice_are_refused() -> None:
+    with pytest.raises(ValueError, match="a selector or fraction_train"):
+        Mean(selector=RandomFraction(fraction=0.5), fraction_train=0.5)
+    with pytest.raises(ValueError, match="weighted_by_key is part of rules"):
+        Mean(rules=ReplyRules(), weighted_by_key="samples")
+
+
+def test_the_most_that_flowers_minimum_keywords_ask_for_has_to_connect() -> None:
+    with (
+        LocalGrid(plain_app(), 3, workers=0) as grid,
+        pytest.raises(UserError, match="3 of at least 5 clients are connected"),
+    ):
+        Mean(min_train_nodes=5, min_evaluate_nodes=2, node_wait=0).start(
+            grid, record(**{"0": np.zeros(1, np.float32)}), num_rounds=1
+        )
 
 
 @pytest.mark.slow
