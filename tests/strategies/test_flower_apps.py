@@ -156,9 +156,9 @@ def test_the_keywords_that_the_guide_calls_equal_choose_as_fedavg_does() -> None
     ):
         with LocalGrid(app(), 6, workers=0) as grid:
             results.append(strategy.start(grid, start, num_rounds=2, train_config=config))
-    assert [result.arrays["0"].numpy().tolist() for result in results] == [[2, 2, 2]] * 3
-    for ours in results[1:]:
-        assert dict(ours.train_metrics_clientapp[2]) == dict(results[0].train_metrics_clientapp[2])
+    for result in results:  # Flower's sum depends on whom it drew
+        assert result.arrays["0"].numpy() == pytest.approx([2, 2, 2], rel=1e-6)
+        assert dict(result.train_metrics_clientapp[2]) == pytest.approx({"loss": 1.0})
     assert len(strategy.reports) == 3
 
 
