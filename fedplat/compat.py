@@ -5,11 +5,13 @@ A Flower release that moves one of these names breaks here, with a message that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, Error, Message, Metadata, RecordDict
+from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from .errors import UserError
@@ -24,7 +26,6 @@ try:
     from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
-    from flwr.superlink.grid import InMemoryGrid
 except ImportError as error:
     raise UserError(
         f"fedplat cannot use Flower {version('flwr')}: {error}. "
@@ -45,6 +46,12 @@ def set_task_identity(run_id: int) -> None:
 def make_error_message(metadata: Metadata, error: Error) -> Message:
     """Return a message that carries an error instead of content."""
     return make_message(metadata, None, error)
+
+
+def is_simulated(grid: Grid) -> bool:
+    """Whether a grid is that of a Flower simulation; importing its module takes a second, so not before."""
+    module = sys.modules.get("flwr.superlink.grid")
+    return module is not None and isinstance(grid, module.InMemoryGrid)
 
 
 def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
@@ -96,11 +103,11 @@ __all__ = [
     "SERVER_NODE_ID",
     "TESTED_FLOWER_VERSIONS",
     "ErrorCode",
-    "InMemoryGrid",
     "MessageType",
     "Run",
     "SType",
     "array_record",
+    "is_simulated",
     "keep_arrays_unserialised",
     "make_error_message",
     "make_message",

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from . import experiment
 from .cli.common import console, load_config
-from .compat import InMemoryGrid
+from .compat import is_simulated
 from .config import ExperimentConfig
 from .engines import FederationEngine
 from .results.folder import RunFolder, default_path
@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
         device=str(told.get("device", "auto")),
         min_nodes=int(told.get("min-nodes", 1)),
         node_wait=float(told.get("node-wait", 300.0)),
-        simulated=isinstance(grid, InMemoryGrid),
+        simulated=is_simulated(grid),
     )
     if not folder.finished:
         known = {name: folder.rounds(name) for name in config.strategies}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,41 @@ def test_flowers_own_strategy_runs_on_the_simulation_from_outside() -> None:
             grid, record(a=[0.0, 1.0]), num_rounds=2
         )
     assert result.arrays["0"].numpy().tolist() == [2.0, 3.0]
+
+
+def test_a_ray_cluster_that_runs_already_is_joined_and_left_running() -> None:
+    ray = Path(sys.executable).parent / "ray"
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    command = [ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--block", "--disable-usage-stats"]
+    head = subprocess.Popen(
+        [*command, "--include-dashboard=false", f"--temp-dir={tempfile.mkdtemp(prefix='ray', dir='/tmp')}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def status() -> str:
+        asked = [ray, "status", "--address", address]
+        return subprocess.run(asked, check=False, capture_output=True, text=True, timeout=60).stdout
+
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and "2.0 CPU" not in status():
+            time.sleep(1)
+        with simulation(plain_app(), 3, num_cpus=0.5, address=address) as grid:
+            result = FedAvg().start(grid, record(a=[0.0]), num_rounds=1)
+        assert result.arrays["0"].numpy().tolist() == [1.0]
+        assert "2.0 CPU" in status()
+    finally:
+        head.terminate()
+        try:
+            head.wait(60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
 
 
 def test_a_client_that_fits_nowhere_is_told_with_what_it_asks_for() -> None:

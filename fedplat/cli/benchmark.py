@@ -1,4 +1,4 @@
-"""``fedplat benchmark``: fedplat against others on this machine, engines taking turns, ratios of one run."""
+"""``fedplat benchmark``: fedplat against others on this machine, and what its own parts cost and withstand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from .run import sigterm_as_interrupt
 if TYPE_CHECKING:
     from ..experiments.benchmarks.common import Section
 
-WHICH = ("engines", "aggregators", "scale")
+# Those that run when none is named, and those that only run when they are.
+ALL = ("engines", "aggregators", "scale")
+WHICH = (*ALL, "signing", "secure-aggregation", "federation")
 # What --only may name, and which of the options each benchmark knows, by the name of its setting.
 PARTS = {
     "engines": ("training", "no-op", "gpu"),
@@ -26,20 +28,24 @@ PARTS = {
         *("geometric-median", "fed-credit"),
     ),
     "scale": ("mean", "fed-credit"),
+    "federation": ("engines", "kills"),
 }
-_ONLY = {"engines": "parts", "aggregators": "rules", "scale": "strategies"}
+_ONLY = {"engines": "parts", "aggregators": "rules", "scale": "strategies", "federation": "parts"}
 _AGAINST = {"engines": "engines", "aggregators": "libraries"}
 _KNOWN = {
-    "--models": {"engines": "models", "scale": "models"},
-    "--clients": dict.fromkeys(WHICH, "clients"),
+    "--models": dict.fromkeys(("engines", "scale", "secure-aggregation"), "models"),
+    "--clients": dict.fromkeys((*ALL, "secure-aggregation", "federation"), "clients"),
     "--batch": {"engines": "batches"},
     "--samples": {"engines": "samples"},
     "--parameters": {"aggregators": "parameters"},
     "--against": _AGAINST,
     "--threads": {"aggregators": "threads"},
-    "--repeats": dict.fromkeys(WHICH, "repeats"),
+    "--megabytes": {"signing": "megabytes"},
+    "--minutes": {"federation": "minutes"},
+    "--keep": {"federation": "keep"},
+    "--repeats": dict.fromkeys((*ALL, "signing", "secure-aggregation"), "repeats"),
     "--seed": dict.fromkeys(WHICH, "seed"),
-    "--limit": dict.fromkeys(WHICH, "limit"),
+    "--limit": dict.fromkeys((*ALL, "federation"), "limit"),
 }
 _DISAGREED = 1
 
@@ -47,7 +53,7 @@ _DISAGREED = 1
 def benchmark(
     which: Annotated[str | None, typer.Argument(metavar="[WHICH]", show_default=False)] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="The smallest sizes, in about a minute each.")
+        bool, typer.Option("--quick", help="The smallest sizes: about a minute each, federation 20.")
     ] = False,
     only: Annotated[
         str | None, typer.Option(metavar="A,B", help="Parts of it: no-op, krum ...", show_default="all")
@@ -56,7 +62,12 @@ def benchmark(
         str | None, typer.Option(metavar="A,B", help="Models to train or to move.", show_default=False)
     ] = None,
     clients: Annotated[
-        str | None, typer.Option(metavar="N,M", help="Numbers of clients.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="N,M",
+            help="Numbers of clients; sizes of a group; a federation's one.",
+            show_default=False,
+        ),
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,M", help="Batch sizes of engines.", show_default="10,64")
@@ -84,6 +95,20 @@ def benchmark(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of aggregators.", show_default="one per core")
     ] = None,
+    megabytes: Annotated[
+        str | None,
+        typer.Option(metavar="N,M", help="Sizes of replies for signing, in MB.", show_default="1,10,100"),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.5, help="How long a federation's clients are killed.", show_default="10"),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A new folder that keeps a federation's logs and runs.", show_default=False
+        ),
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Turns that each of them takes.", show_default="2 or 3")
     ] = None,
@@ -97,16 +122,20 @@ def benchmark(
         typer.Option(metavar="FILE", help="The JSON file.", show_default="runs/benchmark-<which>.json"),
     ] = None,
 ) -> None:
-    """Measure fedplat against other engines and libraries on this machine.
+    """Measure fedplat on this machine, also against other engines and libraries.
 
     WHICH is engines (training rounds, clients that do nothing), aggregators
-    (time and memory of the rules) or scale (10,000 clients); without it all
-    three run, which takes hours. The extra "bench" of this package brings
-    pfl and ByzFL. Exit status 1: engines that did the same work came to different models.
+    (time and memory of the rules) or scale (10,000 clients); without it these
+    three run, which takes hours. Or it is signing (of replies),
+    secure-aggregation (its seconds and bytes per client) or federation (a
+    SuperLink and SuperNodes on this machine: the same results as without, and
+    nothing lost when they are killed). The extra "bench" of this package brings
+    pfl and ByzFL. Exit status 1: engines that did the same work came to different
+    models, or a federation lost something.
     """
     if which is not None and which not in WHICH:
         raise unknown_name("benchmark", which, WHICH)
-    wanted = select([which] if which else list(WHICH), _words(only), named=which is not None)
+    wanted = select([which] if which else list(ALL), _words(only), named=which is not None)
     given: dict[str, Any] = {
         "--models": _words(models),
         "--clients": _numbers("--clients", clients),
@@ -115,6 +144,9 @@ def benchmark(
         "--parameters": _numbers("--parameters", parameters),
         "--against": _words(against),
         "--threads": threads,
+        "--megabytes": _numbers("--megabytes", megabytes),
+        "--minutes": minutes,
+        "--keep": keep,
         "--repeats": repeats,
         "--seed": seed,
         "--limit": limit,
@@ -131,11 +163,13 @@ def select(names: Sequence[str], only: Sequence[str], named: bool = True) -> dic
     >>> select(["engines", "aggregators", "scale"], ["mean"])
     {'aggregators': ('mean',), 'scale': ('mean',)}
     """
-    allowed = dict.fromkeys(part for name in names for part in PARTS[name])
+    allowed = dict.fromkeys(part for name in names for part in PARTS.get(name, ()))
+    if only and not allowed:
+        raise UserError(f"--only belongs to {', '.join(PARTS)}, not to {', '.join(names)}")
     for part in only:
         if part not in allowed:
             raise unknown_name(f"part of {names[0]}" if named and len(names) == 1 else "part", part, allowed)
-    parts = {name: tuple(part for part in PARTS[name] if part in only) for name in names}
+    parts = {name: tuple(part for part in PARTS.get(name, ()) if part in only) for name in names}
     return {name: found for name, found in parts.items() if found or not only}
 
 
@@ -176,12 +210,26 @@ def _run(settings: dict[str, dict[str, Any]], quick: bool, out: Path) -> None:
         os.environ.setdefault(variable, "0")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-    from ..experiments.benchmarks import aggregators, engines, scale
+    from ..experiments.benchmarks import (
+        aggregators,
+        engines,
+        federation,
+        scale,
+        secure_aggregation,
+        signing,
+    )
     from ..experiments.benchmarks.common import Report, machine_line, write_json
 
     screen = console()
     screen.print(machine_line(), soft_wrap=True)
-    modules: dict[str, Any] = {"engines": engines, "aggregators": aggregators, "scale": scale}
+    modules: dict[str, Any] = {
+        "engines": engines,
+        "aggregators": aggregators,
+        "scale": scale,
+        "signing": signing,
+        "secure-aggregation": secure_aggregation,
+        "federation": federation,
+    }
     reports: list[Report] = []
     status = 0
     planned = {

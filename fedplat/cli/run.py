@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import unknown_name
+from ..errors import UserError, unknown_name
 from .common import INTERRUPTED, TERMINATED, Overrides, Scenario, Seed, console, load_config
 from .report import print_results
 
@@ -84,6 +84,7 @@ def run(
         if value not in allowed:
             raise unknown_name(option, value, allowed)
     config = load_config(scenario, overrides, seed, strategy or ())
+    check_engine(engine, config, workers, group_size, device)
 
     from .. import engines, experiment
     from ..results.folder import RunFolder, default_path
@@ -120,6 +121,24 @@ def run(
         raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
     finished = RunFolder.existing(path)
     print_results(finished, write_report(finished), quiet)
+
+
+def check_engine(
+    engine: str, config: ExperimentConfig, workers: int | None, group_size: int | None, device: str
+) -> None:
+    """Raise UserError for options that an engine does not have, or that leave its clients without a GPU."""
+    if engine == "local":
+        return
+    for option, value in (("--workers", workers), ("--group-size", group_size)):
+        if value is not None:
+            raise UserError(
+                f"{option} belongs to the local engine; Flower's simulation runs as many clients at once as "
+                f"--set flower.num_cpus and flower.num_gpus allow"
+            )
+    if device == "cuda" and not config.flower.num_gpus:
+        raise UserError(
+            "--device cuda: Ray shows clients a GPU only if each gets a share, --set flower.num_gpus=0.1"
+        )
 
 
 def resume_command(

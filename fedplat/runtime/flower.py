@@ -51,7 +51,7 @@ class FlowerGrid(GridWrapper):
         replies: dict[str, Message] = {}
         missing = set(ids)
         while missing:
-            for reply in self._grid.pull_messages(missing):
+            for reply in self.pull_messages(missing):
                 replies[reply.metadata.reply_to_message_id] = reply
             missing -= replies.keys()
             if deadline is not None and missing and time.monotonic() >= deadline:

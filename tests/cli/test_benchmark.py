@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedplat.cli import benchmark, main
-from fedplat.experiments.benchmarks import aggregators, engines, scale
+from fedplat.experiments.benchmarks import aggregators, engines, federation, scale, signing
 from tests.cli.test_start import PROBE, SLOW
 
 
@@ -37,6 +37,18 @@ def test_help_imports_nothing_slow() -> None:
         (["engines", "--clients", "ten"], "--clients: expected numbers from 1 on"),
         (["engines", "--clients", "0"], "--clients: expected numbers from 1 on"),
         (["engines", "--repeats", "0"], "--repeats"),
+        (["federatio"], "unknown benchmark 'federatio': did you mean 'federation'?"),
+        (["federation", "--only", "kill"], "unknown part of federation 'kill': did you mean 'kills'?"),
+        (
+            ["federation", "--repeats", "2"],
+            "--repeats belongs to engines and aggregators and scale and signing",
+        ),
+        (["federation", "--clients", "1"], "one number of clients, from 2 to 20; found 1"),
+        (["federation", "--keep", "."], ". exists already; give a folder that does not"),
+        (["signing", "--only", "mean"], "--only belongs to engines, aggregators, scale, federation"),
+        (["signing", "--megabytes", "small"], "--megabytes: expected numbers from 1 on"),
+        (["scale", "--minutes", "2"], "--minutes belongs to federation, not to scale"),
+        (["secure-aggregation", "--models", "mlb"], "unknown model 'mlb': did you mean 'mlp'?"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(
@@ -52,6 +64,26 @@ def test_the_parts_that_may_be_typed_are_those_there_are() -> None:
     assert benchmark.PARTS["engines"] == engines.PARTS
     assert benchmark.PARTS["aggregators"] == aggregators.RULES
     assert benchmark.PARTS["scale"] == tuple(scale.STRATEGIES)
+    assert benchmark.PARTS["federation"] == federation.PARTS
+
+
+def test_without_a_name_the_long_ones_are_left_to_those_who_name_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+    for module in (engines, aggregators, scale, signing, federation):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "measure", lambda options, report, name=name: ran.append(name))
+    assert main(["benchmark", "--quick"]) == 0
+    assert ran == ["engines", "aggregators", "scale"]
+
+
+def test_signing_is_measured_by_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["benchmark", "signing", "--megabytes", "1", "--repeats", "1", "--out", str(out)]) == 0
+    assert "Flower: to bytes" in capsys.readouterr().out
+    (found,) = json.loads(out.read_text())
+    assert found["options"]["megabytes"] == [1]
 
 
 def test_numbers_may_be_written_with_an_exponent() -> None:

@@ -168,6 +168,8 @@ def test_a_folder_of_another_run_is_left_alone(fake: Fake, capsys: pytest.Captur
         (["quickstart", "--device", "gpu"], "--device 'gpu': did you mean 'cpu'? Allowed: auto, cpu, cuda"),
         (["quickstart", "--engine", "locale"], "'locale': did you mean 'local'? Allowed: flower-"),
         (["quickstart", "--workers", "0"], "--workers"),
+        (["quickstart", "--engine", "flower-simulation", "--workers", "2"], "--workers belongs to the local"),
+        (["quickstart", "--engine", "flower-simulation", "--device", "cuda"], "flower.num_gpus=0.1"),
         (["quickstart", "--seed", "-1"], "--seed"),
     ],
 )  # fmt: skip
