@@ -1,4 +1,4 @@
-"""``fedplat benchmark``: fedplat against others on this machine, and what its own parts cost and withstand."""
+"""``fedplat benchmark``: fedplat against others on this machine, and what its own parts cost or stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole federation on this machine: TLS, registered keys, a run to the end, a client killed in between.
+"""A federation on this machine: TLS, keys, signed updates, a run to the end, a client killed in between.
 
 It all happens once; the tests look at what was seen.
 """
@@ -84,7 +84,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             Path(fedplat.__file__).parent / "flower_app",
             f'scenario="quickstart" strategy="fed-credit" rounds={ROUNDS} out="result" '
             f'overrides="partition.clients=3 attacks=[] strategy.fed-credit.attitude=none '
-            f'strategy.fed-credit.decay={DECAY}"',
+            f"strategy.fed-credit.decay={DECAY} security.signed_updates=true "
+            f'security.signing_keys=../signing-keys"',
         )
         result = made.superlink / "work" / "result" / "fed-credit"
         until(lambda: len(lines_of(result / "rounds.jsonl")) > LOST_IN - 1, machines, 400)
