@@ -15,6 +15,7 @@ from fedplat.engines import FederationEngine, LocalEngine
 from fedplat.errors import UserError
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
+from fedplat.results.report import write_report
 from fedplat.runtime.local import LocalGrid
 from fedplat.scenario_app import ScenarioApp
 from fedplat.strategies.signed_updates import SignedUpdates
@@ -55,6 +56,8 @@ def test_signatures_change_no_bit_of_a_run_and_colluders_sign_what_they_forge(tm
     plain = run(tmp_path / "plain", attacks=attacks)
     signed = run(tmp_path / "signed", attacks=attacks, **SIGNED)
     assert same(plain, signed)
+    write_report(RunFolder.existing(tmp_path / "signed"))
+    assert "- Signed updates: Ed25519" in (tmp_path / "signed" / "report.md").read_text()
     assert {row["status"] for row in rows(signed / "clients.jsonl")} == {"accepted"}
 
 
@@ -79,6 +82,14 @@ def test_epsilon_is_reported_each_round_and_grows(privacy: dict[str, Any], tmp_p
     out = run(tmp_path / "a", strategies=["mean"], **privacy)
     spent = [row["diagnostics"]["epsilon"] for row in rows(out / "rounds.jsonl")[1:]]
     assert 0 < spent[0] < spent[1] < spent[2]
+    folder = RunFolder.existing(tmp_path / "a")
+    summary = write_report(folder)
+    assert summary["strategies"]["mean"]["epsilon"] == spent[2]
+    report = (tmp_path / "a" / "report.md").read_text()
+    assert (
+        f"- Differential privacy: {privacy['privacy']['mode']} (clip = 0.5, noise_multiplier = 0.5" in report
+    )
+    assert "| epsilon |" in report
     again = run(tmp_path / "b", workers=2, strategies=["mean"], **privacy)
     assert same(out, again)
 

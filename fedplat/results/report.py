@@ -90,12 +90,28 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         said["Attackers"] = f"{len(attackers)} of {clients} clients: {_attackers(attackers)}"
     elif not config.get("attacks"):
         said["Attackers"] = "none"
+    said |= _protection(config)
     for name in config["strategies"]:
         chosen = (config.get("strategy") or {}).get(name) or {}
         said[f"Strategy {name}"] = _part("strategies", {"name": name, **chosen}).removeprefix(f"{name}, ")
     every = config["evaluation"]["every"]
     often = "every round" if every == 1 else f"every {every} rounds and the last"
     said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
+    return said
+
+
+def _protection(config: Mapping[str, Any]) -> dict[str, str]:
+    """Say in words what protects the clients; nothing where nothing does."""
+    said = {}
+    if (config.get("security") or {}).get("signed_updates"):
+        said["Signed updates"] = "Ed25519, verified by the server"
+    if (aggregation := dict(config.get("aggregation") or {})).pop("secure_groups", 0):
+        groups = config["aggregation"]["secure_groups"]
+        said["Secure aggregation"] = (
+            f"{groups} groups, whose sums are all that is seen ({_settings(aggregation)})"
+        )
+    if (privacy := dict(config.get("privacy") or {})).pop("mode", "none") != "none":
+        said["Differential privacy"] = f"{config['privacy']['mode']} ({_settings(privacy)})"
     return said
 
 

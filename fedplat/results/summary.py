@@ -88,7 +88,8 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
     ``accuracy``, ``loss`` and ``worst_class`` are those of the last evaluation. ``best_over_rounds`` is
     chosen by looking at the test set, so it is no estimate of what the strategy reaches. ``attackers_weight``
     is the mean over the rounds of the share of the new model that came from attackers, ``attack_success`` the
-    rate of each attack at the last evaluation, ``detection`` see :func:`_detection`.
+    rate of each attack at the last evaluation, ``detection`` see :func:`_detection`, ``epsilon`` the privacy
+    spent by the end.
     """
     trained = [record for record in records if record["round"] > 0]
     evaluated = [record for record in records if record.get("accuracy") is not None]
@@ -117,6 +118,7 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
             name: finite(rate) for name, rate in (last.get("attack") or {}).get("success", {}).items()
         },
         "detection": _detection(trained),
+        "epsilon": next((e for e in map(_epsilon, reversed(trained)) if e is not None), None),
         "refused": sum(record["refused"] for record in trained),
         "failed": sum(record["failed"] for record in trained),
         "seconds": {
@@ -202,6 +204,10 @@ def _detection(trained: Sequence[Record]) -> Record:
         "all_out_since": since,
         "last": late[-1],
     }
+
+
+def _epsilon(record: Record) -> float | None:
+    return finite((record.get("diagnostics") or {}).get("epsilon"))
 
 
 def _per(total: float, count: int) -> float | None:

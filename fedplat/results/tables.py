@@ -81,6 +81,7 @@ COLUMNS = (
     Column("honest_left_out", "honest left out %", _found("honest_left_out"), 100, digits=1, rank=7),
     Column("first_round_all_out", "first round all out", _found("first_all_out"), digits=0),
     Column("all_out_since", "all out since round", _found("all_out_since"), digits=0),
+    Column("epsilon", "epsilon", lambda row: row.get("epsilon"), rank=2),
     Column(
         "replies_left_out", "replies refused", lambda row: row["refused"] + row["failed"], digits=0, rank=10
     ),
@@ -98,6 +99,7 @@ EXPLANATION = (
     "a strategy flags the clients it calls malicious or, if it gives no verdicts, those it gives no weight. "
     "Loss to clean run is the difference in accuracy, in points, to the same strategy when nobody attacks. "
     "All out: no attacker had any weight, in the first such round and from which round to the end. "
+    "Epsilon is the differential privacy that the client who spent most has spent, at the delta given below. "
     "The best accuracy over the rounds is picked by looking at the test set: it is given for orientation "
     "and says nothing about what a strategy reaches."
 )
