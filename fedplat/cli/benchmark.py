@@ -53,7 +53,7 @@ _DISAGREED = 1
 def benchmark(
     which: Annotated[str | None, typer.Argument(metavar="[WHICH]", show_default=False)] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="The smallest sizes: about a minute each, federation 20.")
+        bool, typer.Option("--quick", help="The smallest sizes: about a minute each, federation ten.")
     ] = False,
     only: Annotated[
         str | None, typer.Option(metavar="A,B", help="Parts of it: no-op, krum ...", show_default="all")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,9 @@ def simulation(
     Raises UserError if Ray does not start, or gives no place to run a client, within ``start_seconds``.
     """
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # its errors reach us as replies and exceptions
+    # Ray's advice would let clients without a share of a GPU use all of it.
+    warnings.filterwarnings("ignore", message="Tip: In future versions of Ray", category=FutureWarning)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handed_over: list[Grid] = []
     ready, done, failure = threading.Event(), threading.Event(), [None]
     server = ServerApp()
