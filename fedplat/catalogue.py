@@ -25,10 +25,17 @@ PACKAGES = {
     "partitions": "fedplat.datasets.partition",
 }
 
-# Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name.
+# Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name, what
+# the rest is called, and a summary.
 PREFIXED = {
-    "datasets": {"hf": "fedplat.datasets.hugging_face:data_set"},
-    "partitions": {"hf": "fedplat.datasets.hugging_face_partitions:partitioner"},
+    "datasets": {
+        "hf": ("fedplat.datasets.hugging_face:data_set", "REPOSITORY",
+               "of the Hugging Face Hub, or a folder (needs the extra hf)"),
+    },
+    "partitions": {
+        "hf": ("fedplat.datasets.hugging_face_partitions:partitioner", "PARTITIONER",
+               "a class of flwr-datasets, such as DirichletPartitioner (needs the extra hf)"),
+    },
 }
 
 BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {

@@ -79,8 +79,9 @@ def find(kind: str, name: str) -> Entry:
     if name in entries(kind):
         return entries(kind)[name]
     prefix, _, rest = name.partition(":")
-    if ":" in name and (target := PREFIXED.get(kind, {}).get(prefix)):
-        return Entry(kind, name, target, f"by '{prefix}:' from another library", argument=rest)
+    if ":" in name and prefix in (prefixed := PREFIXED.get(kind, {})):
+        target, _, summary = prefixed[prefix]
+        return Entry(kind, name, target, summary, argument=rest)
     if ":" in name:
         return Entry(kind, name, name, "given by import path")
     raise unknown_name(SINGULAR[kind], name, entries(kind))

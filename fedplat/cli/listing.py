@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..catalogue import PREFIXED
 from ..errors import unknown_name
 from ..registry import KINDS, entries
 from ..scenarios import read_scenario, scenario_names
@@ -44,4 +45,6 @@ def list_names(
 def _rows(kind: str) -> list[tuple[str, str, str]]:
     if kind == "scenarios":
         return [(name, str(read_scenario(name)[0].get("description", "")), "") for name in scenario_names()]
-    return [(entry.name, entry.summary, entry.source) for entry in entries(kind).values()]
+    rows = [(entry.name, entry.summary, entry.source) for entry in entries(kind).values()]
+    prefixed = PREFIXED.get(kind, {}).items()
+    return rows + [(f"{prefix}:{rest}", summary, "") for prefix, (_, rest, summary) in prefixed]
