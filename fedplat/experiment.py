@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -30,19 +30,19 @@ from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
 from .engines import Engine
 from .errors import UserError
-from .evaluation import SUCCESS, evaluation_of
+from .evaluation import evaluation_of
 from .models.flat import FlatModel
 from .protection import colluders_signature, protected
-from .results.detection import detection
 from .results.folder import RunFolder, StrategyLog
 from .root_training import root_training
+from .round_records import client_records, round_record
 from .rounds import EvaluateFn, Round, rounds
+from .security.privacy import BudgetSpent
 from .security.validation import ReplyRules
 from .strategies.composed import FederatedStrategy
-from .strategies.reports import ClientReport
 from .strategies.similarity import FLTrust
-from .strategies.wrapper import client_of, diagnostics_of, innermost, load_state, reports_of, state_of
-from .verdicts import HONEST, is_malicious
+from .strategies.wrapper import innermost, load_state, state_of
+from .verdicts import is_malicious
 
 
 class Observer(Protocol):
@@ -152,19 +152,21 @@ def run_strategy(
         # Before any thread of a progress display exists.
         clients.grid.start_workers()
         observer.begin(name, max(done, 0), config.rounds)
-        for current in rounds(
-            strategy,
-            grid,
-            arrays,
-            config.rounds,
-            timeout=config.timeout,
-            train_config=clients.told,
-            evaluate_config=clients.told,
-            evaluate_fn=situation.evaluate_fn,
-            after=done,
+        for current in _within_budget(
+            rounds(
+                strategy,
+                grid,
+                arrays,
+                config.rounds,
+                timeout=config.timeout,
+                train_config=clients.told,
+                evaluate_config=clients.told,
+                evaluate_fn=situation.evaluate_fn,
+                after=done,
+            )
         ):
             arrays = current.arrays
-            rows = client_records(current, strategy, situation)
+            rows = client_records(current, strategy, situation.task.attacks)
             malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
             record = round_record(current, rows, strategy, malicious)
             log.append(record, rows)
@@ -179,6 +181,14 @@ def run_strategy(
             )
             observer.round(name, record)
     log.save_model(state_dict_of(arrays))
+
+
+def _within_budget(coming: Iterator[Round]) -> Iterator[Round]:
+    """Pass rounds on; a budget of privacy that is spent is an end of the run, not a fault."""
+    try:
+        yield from coming
+    except BudgetSpent as end:
+        logging.getLogger("fedplat").warning("the run ends here: %s", end)
 
 
 # Building the situation ------------------------------------------------------------------------------------
@@ -314,70 +324,7 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
     return protected(strategy, config, clients, simulation=engine.simulated)
 
 
-# Results of a round ----------------------------------------------------------------------------------------
-
-
-def client_records(current: Round, strategy: Strategy, situation: Situation) -> list[dict[str, Any]]:
-    """Return the rows of a round for ``clients.jsonl``, by client."""
-    reports = list(reports_of(strategy))
-    if current.number == 0:
-        return []
-    known = {report.node_id for report in reports}
-    for node_id, reason in current.failures.items():
-        if node_id not in known:
-            client = client_of(strategy, node_id)
-            reports.append(ClientReport(node_id, client, "failed", reason))
-    return [
-        {
-            "round": current.number,
-            "client": report.client,
-            "status": report.status,
-            "reason": report.reason,
-            "samples": report.num_examples,
-            "weight": report.weight,
-            "verdict": report.verdict,
-            "update_norm": report.update_norm,
-            **_truth(situation.task.attacks.get(report.client)),
-            **report.scores,
-        }
-        for report in sorted(reports, key=lambda report: report.client)
-    ]
-
-
-def _truth(attack: Attack | None) -> dict[str, Any]:
-    """Return what a client is, for comparison with what a rule takes it for."""
-    return {"truth": attack.kind if attack else HONEST, "attack": attack.label if attack else ""}
-
-
-def round_record(
-    current: Round, clients: list[dict[str, Any]], strategy: Strategy, attackers: int
-) -> dict[str, Any]:
-    """Return the line of a round for ``rounds.jsonl``; ``attackers`` is the number of malicious clients."""
-    metrics: Mapping[str, Any] = current.server_metrics or {}
-    malicious = [row for row in clients if is_malicious(row["truth"])]
-    attack = {
-        "attackers": attackers,
-        "selected": len(malicious),
-        "weight": sum(row["weight"] for row in malicious),
-        "success": {k.removeprefix(SUCCESS): v for k, v in metrics.items() if k.startswith(SUCCESS)},
-    }
-    return {
-        "round": current.number,
-        "accuracy": metrics.get("accuracy"),
-        "loss": metrics.get("loss"),
-        "per_class_accuracy": metrics.get("per-class-accuracy"),
-        "attack": attack if attackers else {},
-        "detection": detection(clients) if clients else {},
-        "diagnostics": dict(diagnostics_of(strategy)),
-        "train": dict(current.train_metrics or {}),
-        **{
-            status: sum(row["status"] == status for row in clients)
-            for status in ("accepted", "refused", "failed")
-        },
-        "bytes_down": current.bytes_down,
-        "bytes_up": current.bytes_up,
-        "seconds": current.seconds,
-    }
+# Models as torch has them --------------------------------------------------------------------------------
 
 
 def state_dict_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:

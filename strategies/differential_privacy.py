@@ -24,7 +24,7 @@ from fedplat.arrays import FlatArrays, Layout, RowBlock, peek
 from fedplat.compat import make_message
 from fedplat.errors import UserError
 from fedplat.security.clipping import clip_
-from fedplat.security.privacy import PrivacyAccount, checked_noise, noise_source, released
+from fedplat.security.privacy import BudgetSpent, PrivacyAccount, checked_noise, noise_source, released
 from fedplat.security.validation import ReplyRefused, ReplyRules, refusal, scalar_metrics
 
 from .composed import FederatedStrategy
@@ -52,10 +52,11 @@ class CentralPrivacy(StrategyWrapper):
     Metrics other than the count are dropped, unless ``release_metrics`` is set, which protects none of them.
 
     ``diagnostics`` has ``epsilon``, spent so far at ``delta``, ``noise-std`` of the round, and ``clipped``,
-    how many updates were. A round that would exceed ``budget`` is not begun: UserError. A round without a
-    valid reply changes nothing, tells no more than that, and costs nothing. No amplification by sampling is
-    claimed, so that where only some clients take part epsilon is an upper bound. Noise is secret unless
-    ``seed`` makes it repeat, for simulations only. McMahan et al., ICLR 2018; account: Mironov, CSF 2017.
+    how many updates were. A round that would exceed ``budget`` is not begun: BudgetSpent, a UserError. One
+    without a valid reply changes nothing, tells no more than that, and costs nothing. No amplification by
+    sampling is claimed, so that where only some clients take part epsilon is an upper bound. Noise is secret
+    unless ``seed`` makes it repeat, for simulations only. McMahan et al., ICLR 2018; account: Mironov, CSF
+    2017.
 
         CentralPrivacy(Mean(), clip=1.0, noise_multiplier=1.0, delta=1e-5)
     """
@@ -91,10 +92,10 @@ class CentralPrivacy(StrategyWrapper):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the inner strategy's messages; raises UserError if the round would exceed the budget."""
+        """Return the inner strategy's messages; raises BudgetSpent if the round would exceed the budget."""
         after = self.account.epsilon(self.noise_multiplier)
         if self.budget is not None and after > self.budget:
-            raise UserError(
+            raise BudgetSpent(
                 f"round {server_round} would bring epsilon from {self.account.epsilon():.4g} to {after:.4g}, "
                 f"above the budget of {self.budget:g}: "
                 "ask for fewer rounds, or raise budget or noise_multiplier"
@@ -196,8 +197,8 @@ class LocalPrivacyAccount(StrategyWrapper):
 
     A client spends one release, at the ``noise_multiplier`` that its mod has, in every round in which it is
     asked, whether its reply arrives or not. One whose next release would exceed ``budget`` is not asked; if
-    nobody else is left: UserError. ``diagnostics`` has the largest ``epsilon`` of all clients so far, and
-    each report the client's own among its ``scores``. Clients are told apart by the strategy's
+    nobody else is left: BudgetSpent, a UserError. ``diagnostics`` has the largest ``epsilon`` of all clients
+    so far, and each report the client's own among its ``scores``. Clients are told apart by the strategy's
     ``identities``, else by the partition they tell.
 
         LocalPrivacyAccount(Mean(weighted=False), noise_multiplier=1.0, delta=1e-5)
@@ -221,12 +222,12 @@ class LocalPrivacyAccount(StrategyWrapper):
     ) -> Iterable[Message]:
         """Return the inner strategy's messages to those who can afford it, and note that these spend.
 
-        Raises UserError if nobody can.
+        Raises BudgetSpent if nobody can.
         """
         messages = list(super().configure_train(server_round, arrays, config, grid))
         able = [message for message in messages if self._can_afford(message.metadata.dst_node_id)]
         if messages and not able:
-            raise UserError(
+            raise BudgetSpent(
                 f"round {server_round}: every client asked would exceed its epsilon budget of "
                 f"{self.budget:g}: ask for fewer rounds, or raise budget or noise_multiplier"
             )

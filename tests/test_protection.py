@@ -94,6 +94,18 @@ def test_epsilon_is_reported_each_round_and_grows(privacy: dict[str, Any], tmp_p
     assert same(out, again)
 
 
+def test_a_spent_budget_ends_a_strategy_and_not_the_comparison(tmp_path: Path) -> None:
+    privacy = {"privacy": {**CENTRAL["privacy"], "budget": 30.0}}
+    run(tmp_path, strategies=["mean", "median"], rounds=9, **privacy)
+    summary = write_report(folder := RunFolder.existing(tmp_path))
+    assert folder.finished
+    for name in ("mean", "median"):
+        row = summary["strategies"][name]
+        assert 0 < row["rounds"] < 9
+        assert row["epsilon"] <= 30
+        assert f"{name} (round {row['rounds']} of 9)" in (tmp_path / "report.md").read_text()
+
+
 def test_what_clients_spent_is_one_account_although_their_keys_are_learned_late(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", **LOCAL)
     together = run(tmp_path / "together", **LOCAL, **SIGNED, **GROUPED)

@@ -12,6 +12,7 @@ from fedplat.config import load
 from fedplat.engines import LocalEngine
 from fedplat.errors import UserError
 from fedplat.root_training import root_training
+from fedplat.round_records import client_records
 from fedplat.rounds import rounds
 from fedplat.runtime.local import LocalGrid
 
@@ -60,7 +61,7 @@ def test_the_root_update_tells_turned_updates_from_honest_ones_even_in_the_major
     with LocalGrid(make_client_app(here.task), 5, workers=0) as grid:
         for current in rounds(strategy, grid, here.initial, 2, evaluate_fn=here.evaluate_fn):
             last = current
-    rows = experiment.client_records(last, strategy, here)
+    rows = client_records(last, strategy, here.task.attacks)
     assert all((row["weight"] == 0) == bool(row["attack"]) for row in rows)
     assert last.server_metrics is not None
     assert last.server_metrics["accuracy"] > 0.5

@@ -120,7 +120,8 @@ def row_names(summary: Row) -> list[str]:
     """
     names = []
     for name, row in summary["strategies"].items():
-        remarks = [] if row["finished"] else [f"round {row['rounds']} of {summary['rounds']}"]
+        whole = row["finished"] and row["rounds"] >= summary["rounds"]
+        remarks = [] if whole else [f"round {row['rounds']} of {summary['rounds']}"]
         remarks += ["diverged"] if row["diverged"] else []
         names.append(f"{name} ({', '.join(remarks)})" if remarks else name)
     return names

@@ -93,6 +93,10 @@ def released(
     return out
 
 
+class BudgetSpent(UserError):
+    """The next round would cost more privacy than there is left; what was reached before it stands."""
+
+
 class PrivacyAccount:
     """The privacy that releases by the Gaussian mechanism have cost together, at one ``delta``.
 
