@@ -162,7 +162,7 @@ def _kill_supernodes(options: Options, report: Report, machines: Machines) -> li
             machines.stop()
             killer.join(_JOIN)
     story.read(result, before, machines.federation)
-    rows = [_kill_row(kill, story) for kill in killer.kills]
+    rows = [_kill_row(kill, killer.kills[number:], story) for number, kill in enumerate(killer.kills, 1)]
     trouble = trouble_of(story) + [
         f"{k.name} did not come back: {k.trouble or 'no answer'}" for k in killer.kills if k.back is None
     ]
@@ -236,9 +236,10 @@ def _run_config(options: Options, out: str, rounds: int) -> str:
     return run_config(options, out, *settings, strategies=[STRATEGY], rounds=rounds)
 
 
-def _kill_row(kill: Kill, story: Story) -> dict[str, Any]:
+def _kill_row(kill: Kill, later: Sequence[Kill], story: Story) -> dict[str, Any]:
     client = int(kill.name.rpartition("-")[2])
-    said = named(story.of(client), kill.round, story.total)
+    again = next((other.round for other in later if other.name == kill.name), story.total + 1)
+    said = named(story.of(client), kill.round, max(kill.round, again - 1))
     values = kill.at, kill.name, kill.round, said, kill.back, kill.attempts
     return dict(zip(KILLS, values, strict=True))
 

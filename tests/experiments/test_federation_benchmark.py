@@ -289,8 +289,13 @@ def test_a_loss_is_told_as_the_results_name_it(client: int, first: int, told: st
 
 def test_the_tables_of_kills_have_all_their_columns() -> None:
     story = good_story()
-    row = federation_kills._kill_row(Kill("supernode-1", 40.0, 2, 61.0, 7), story)
-    assert list(row.values()) == [40.0, "supernode-1", 2, row["what the results say"], 61.0, 7]
+    row = federation_kills._kill_row(Kill("supernode-1", 40.0, 2, 61.0, 7), [], story)
+    said = "failed in 2 (Error: Node Unavailable), accepted in 3"
+    assert list(row.values()) == [40.0, "supernode-1", 2, said, 61.0, 7]
+    killed_again = federation_kills._kill_row(
+        Kill("supernode-1", 40.0, 2), [Kill("supernode-0", 50.0, 2), Kill("supernode-1", 90.0, 3)], story
+    )
+    assert killed_again["what the results say"] == "failed in 2 (Error: Node Unavailable)"
     section = federation_kills._rounds_section(story, ["supernode-0", "supernode-1"])
     assert [r["supernode-1"] for r in section.rows] == ["–", "accepted", "failed", "accepted"]
     assert all(set(r) == set(section.columns) for r in section.rows)
