@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedplat.deployment.processes import Machines
 from fedplat.errors import UserError
@@ -24,6 +22,7 @@ from fedplat.results.folder import StrategyLog
 
 from .common import Report, Section, chosen, middle, quiet
 from .engines import DisagreementError
+from .federation_checks import Model, same_bits
 from .federation_kills import measure_kills
 from .federation_runs import (
     LOCAL,
@@ -47,7 +46,6 @@ from .federation_runs import (
 DEPLOYMENT = "deployment"
 TOLERANCE = 1e-6
 _SHOWN = 12
-Model = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -235,21 +233,10 @@ def _judgements(lines: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any,
     }
 
 
-def same_bits(ours: Model, theirs: Model) -> bool:
-    """Whether two models have the same arrays, to the last bit; numbers that are none count as equal.
-
-    >>> same_bits({"w": torch.ones(2)}, {"w": torch.ones(2)}), same_bits({"w": torch.ones(2)}, {})
-    (True, False)
-    """
-    return ours.keys() == theirs.keys() and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
-        for a, b in ((ours[name], theirs[name]) for name in ours)
-    )
-
-
 def difference(ours: Model, theirs: Model) -> float:
     """Return the largest absolute difference of two numbers; infinite where the arrays do not correspond.
 
+    >>> import torch
     >>> difference({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.5])})
     0.5
     """

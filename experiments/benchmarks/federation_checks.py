@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedplat.deployment.plan import Federation
 from fedplat.results.folder import StrategyLog
 from fedplat.security.signatures import read_public_keys
@@ -16,6 +18,7 @@ from fedplat.security.signatures import read_public_keys
 from .federation_runs import lines_of
 
 DECAY = 0.5
+Model = Mapping[str, torch.Tensor]
 _START = 1.0
 _CLOSE = 1e-6
 _ONLINE = "online"
@@ -156,3 +159,15 @@ def named(lines: Mapping[int, Mapping[str, Any]], first: int, last: int) -> str:
             reason = str(line["reason"]).split("—")[0].strip()
             words.append(f"{line['status']} in {number} ({reason})")
     return ", ".join(words)
+
+
+def same_bits(ours: Model, theirs: Model) -> bool:
+    """Whether two models have the same arrays, to the last bit; numbers that are none count as equal.
+
+    >>> same_bits({"w": torch.ones(2)}, {"w": torch.ones(2)}), same_bits({"w": torch.ones(2)}, {})
+    (True, False)
+    """
+    return ours.keys() == theirs.keys() and all(
+        a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        for a, b in ((ours[name], theirs[name]) for name in ours)
+    )

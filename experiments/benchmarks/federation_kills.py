@@ -10,23 +10,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedplat.deployment.processes import SUPERLINK, Machines
 from fedplat.errors import UserError
+from fedplat.results.folder import StrategyLog
 from fedplat.rng import generator
 
 from .common import Report, Section
-from .federation_checks import DECAY, Story, count_lines, named, trouble_of
+from .federation_checks import DECAY, Story, count_lines, named, same_bits, trouble_of
 from .federation_runs import (
+    LOCAL,
     PATIENCE,
     RESULT,
     Options,
+    command_of,
     federation_at,
     lines_of,
     percent,
+    run_command,
     run_config,
     submit,
     wait_for,
@@ -147,7 +151,7 @@ def _kill_supernodes(options: Options, report: Report, machines: Machines) -> li
     # A round with somebody lost takes a minute, others a quarter of it: some are left for the end.
     rounds = max(6, round(2.5 * options.minutes))
     before = dict(machines.node_ids)
-    run = submit(machines, _run_config(options, "kills", rounds))
+    run = submit(machines, run_config(_peaceful(options), "kills", rounds=rounds))
     killer = Killer(machines, plan(options.seed, 60 * options.minutes, names), result / "rounds.jsonl")
     report.say(f"{len(killer.planned)} kills in {options.minutes:g} minutes, {rounds} rounds")
     story = Story(rounds)
@@ -181,7 +185,8 @@ def _kill_supernodes(options: Options, report: Report, machines: Machines) -> li
 def _kill_superlink(options: Options, report: Report, machines: Machines) -> list[str]:
     names = [path.name for path in machines.federation.supernodes]
     result = machines.federation.folder.joinpath(*RESULT, "superlink-killed", STRATEGY)
-    config = _run_config(options, "superlink-killed", options.rounds)
+    peaceful = _peaceful(options)
+    config = run_config(peaceful, "superlink-killed")
     killed_in = max(2, options.rounds // 2)
     rows: list[dict[str, Any]] = []
     start = time.monotonic()
@@ -218,6 +223,10 @@ def _kill_superlink(options: Options, report: Report, machines: Machines) -> lis
     story.online = machines.statuses()
     story.read(result, before, machines.federation)
     trouble = trouble_of(story)
+    if not trouble and count_lines(story)["accepted"] == len(story.clients):
+        report.say("the same without a federation")
+        trouble += _compared(peaceful, machines, result)
+        note(f"model and lines on clients {'DIFFER from' if trouble else 'are those of'} a run on {LOCAL}")
     notes = [_summary(trouble, story, 1)]
     report.add(Section("SuperLink killed in a run", ("s", "what"), rows, notes))
     return [f"after the SuperLink was killed: {text}" for text in trouble]
@@ -231,9 +240,21 @@ def _wait_for_round(path: Path, number: int, limit: float) -> None:
         time.sleep(0.2)
 
 
-def _run_config(options: Options, out: str, rounds: int) -> str:
-    settings = [_PEACE, *(f"strategy.{STRATEGY}.{setting}" for setting in CREDIT)]
-    return run_config(options, out, *settings, strategies=[STRATEGY], rounds=rounds)
+def _compared(options: Options, machines: Machines, result: Path) -> list[str]:
+    """Run the same on the local engine, without a stop, and return what is not as there."""
+    out = machines.federation.folder / f"run-{LOCAL}"
+    run_command(machines, LOCAL, command_of(options, LOCAL, out), options.limit)
+    ours, theirs = (StrategyLog(path).load_checkpoint()["arrays"] for path in (out / STRATEGY, result))
+    found = [] if same_bits(ours, theirs) else [f"the model is not the one of the {LOCAL} engine"]
+    if lines_of(out / STRATEGY / "clients.jsonl") != lines_of(result / "clients.jsonl"):
+        found.append(f"lines on clients are not those of the {LOCAL} engine")
+    return found
+
+
+def _peaceful(options: Options) -> Options:
+    """Return the options of a run without attackers, whose credibilities can be computed again."""
+    settings = (*options.settings, _PEACE, *(f"strategy.{STRATEGY}.{setting}" for setting in CREDIT))
+    return replace(options, strategies=(STRATEGY,), settings=settings)
 
 
 def _kill_row(kill: Kill, later: Sequence[Kill], story: Story) -> dict[str, Any]:

@@ -105,22 +105,19 @@ def command_of(options: Options, engine: str, out: Path) -> list[str]:
     return [*words, "--engine", engine, "--device", "cpu", *alone, "--quiet"]
 
 
-def run_config(
-    options: Options, out: str, *more: str, strategies: Sequence[str] = (), rounds: int = 0
-) -> str:
-    """Return the run config that lets a federation run the same, and ``more`` settings.
+def run_config(options: Options, out: str, *, rounds: int = 0) -> str:
+    """Return the run config that lets a federation run the same.
 
-    >>> run_config(Options(settings=()), "r", "attacks=[]", strategies=["mean"], rounds=2).split(" ", 4)[3:]
+    >>> run_config(Options(settings=(), strategies=("mean",)), "r", rounds=2).split(" ", 4)[3:]
     ['out="r"', 'device="cpu" overrides="rounds=2 partition.clients=4 security.signed_updates=true \
-security.signing_keys=../signing-keys attacks=[]"']
+security.signing_keys=../signing-keys"']
     """
-    overrides = " ".join([*settings_of(options, rounds), KEYS, *more])
+    overrides = " ".join([*settings_of(options, rounds), KEYS])
     if '"' in overrides:
         raise UserError(f"settings of a federation's run cannot have quotation marks: {overrides}")
-    strategy = ",".join(strategies or options.strategies)
     return (
-        f'scenario="{options.scenario}" strategy="{strategy}" seed={options.seed} out="{out}" device="cpu" '
-        f'overrides="{overrides}"'
+        f'scenario="{options.scenario}" strategy="{",".join(options.strategies)}" seed={options.seed} '
+        f'out="{out}" device="cpu" overrides="{overrides}"'
     )
 
 

@@ -48,6 +48,15 @@ def test_every_engine_is_given_the_same_configuration() -> None:
     assert local["rounds"] == 3
 
 
+def test_clients_are_killed_in_runs_whose_credibilities_can_be_computed_again() -> None:
+    peaceful = federation_kills._peaceful(Options())
+    config = load_config(peaceful.scenario, federation_runs.settings_of(peaceful), 1, peaceful.strategies)
+    assert config.strategies == ("fed-credit",)
+    assert config.attacks == ()
+    settings = config.strategy_part("fed-credit").settings()
+    assert (settings["attitude"], settings["decay"], settings["history"]) == ("none", DECAY, "sum")
+
+
 def test_clients_are_trained_one_at_a_time_where_that_may_be_chosen() -> None:
     assert "--group-size" in federation_runs.command_of(Options(), LOCAL, Path("out"))
     assert "--group-size" not in federation_runs.command_of(Options(), SIMULATION, Path("out"))
