@@ -1,5 +1,5 @@
 """The command line: ``fedplat run``, ``list``, ``show``, ``report``, ``partition``, ``benchmark``,
-``deploy``, ``flower-app``.
+``deploy``, ``devices``, ``flower-app``.
 
 Exit status: 0 for success, 2 for a user's mistake, 130 after Ctrl-C and 143 after SIGTERM, both with the
 state of a run saved. Anything else that goes wrong is a fault of the program and keeps its traceback.
@@ -19,7 +19,7 @@ import typer
 
 from .. import __version__
 from ..errors import UserError
-from . import benchmark, deploy, flower_app, listing, partition, report, run, show
+from . import benchmark, deploy, devices, flower_app, listing, partition, report, run, show
 from .common import INTERRUPTED, USER_ERROR
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.command("partition")(partition.partition)
 app.command("benchmark")(benchmark.benchmark)
 app.command("flower-app")(flower_app.flower_app)
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(devices.app, name="devices")
 
 
 def _print_version(wanted: bool) -> None:
