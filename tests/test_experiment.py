@@ -73,6 +73,7 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
     assert (a / "mean" / "model.pt").read_bytes() != (b / "mean" / "model.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path: Path) -> None:
     marker = tmp_path / "killed"
     killer = {"name": "tests.faults:KillsServerOnce", "clients": [4], "marker": str(marker)}
