@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import thread as pool_threads
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ log = logging.getLogger("fedplat")
 
 _POLL_SECONDS = 0.02
 _START_SECONDS = 300.0
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 15.0
 
 
 @contextmanager
@@ -74,15 +75,15 @@ def simulation(
         if not ready.wait(start_seconds) or failure[0] is not None:
             raise _start_error(failure[0], start_seconds)
         yield SimulationGrid(handed_over[0], failure)
-    except BaseException:
-        _shut_down_ray()  # clients at work would otherwise be waited for
-        raise
     finally:
         done.set()
+        # Clients at work are waited for at first: Ray may hang if it ends while somebody waits for a result.
         thread.join(_STOP_SECONDS)
         if thread.is_alive():
-            _shut_down_ray()
+            threading.Thread(target=_shut_down_ray, daemon=True).start()
             thread.join(_STOP_SECONDS)
+        if thread.is_alive():
+            _let_go_of_pool_threads()
 
 
 class SimulationGrid(FlowerGrid):
@@ -119,6 +120,11 @@ def _start_error(cause: BaseException | None, waited: float) -> UserError:
         f"Flower's simulation has stopped: {root}. Every client needs the cores and the share of a GPU that "
         f"[flower] num_cpus and num_gpus say, on one machine; 'ray status' shows what a cluster has"
     )
+
+
+def _let_go_of_pool_threads() -> None:
+    """Keep Python from waiting at its end for Flower's threads, which wait for a Ray that is no more."""
+    getattr(pool_threads, "_threads_queues", {}).clear()
 
 
 def _shut_down_ray() -> None:
