@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import thread as pool_threads
@@ -74,7 +75,13 @@ def simulation(
     try:
         if not ready.wait(start_seconds) or failure[0] is not None:
             raise _start_error(failure[0], start_seconds)
-        yield SimulationGrid(handed_over[0], failure)
+        grid = SimulationGrid(handed_over[0], failure)
+        deadline = time.monotonic() + start_seconds
+        while len(grid.get_node_ids()) < num_nodes:  # the grid is there before its nodes are
+            if failure[0] is not None or time.monotonic() >= deadline:
+                raise _start_error(failure[0], start_seconds)
+            time.sleep(_POLL_SECONDS)
+        yield grid
     finally:
         done.set()
         # Clients at work are waited for at first: Ray may hang if it ends while somebody waits for a result.
