@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -63,3 +65,31 @@ def replies_to(
             metrics = MetricRecord({"num-examples": (counts or {}).get(node, 1)})
             replies.append(Message(RecordDict({"arrays": model, "metrics": metrics}), reply_to=message))
     return replies
+
+
+_TRAIN_IN_WORKERS = """
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from fedplat.runtime.local import LocalGrid
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    torch.ones(1, requires_grad=True).sum().backward()
+    return Message(RecordDict({}), reply_to=message)
+
+with LocalGrid(app, 2, workers=2) as grid:
+    messages = [Message(RecordDict({}), node, "train") for node in grid.get_node_ids()]
+    print([reply.has_error() for reply in grid.send_and_receive(messages)], len(grid.worker_pids()))
+"""
+
+
+def with_workers_after(code: str) -> tuple[str, str]:
+    """Run code in a new process, then a client of two that goes backward; return what it printed, and said.
+
+    It prints whether each reply is an error, and how many workers there were.
+    """
+    script = "import torch\n" + code + _TRAIN_IN_WORKERS
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr.strip()

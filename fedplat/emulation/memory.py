@@ -21,6 +21,7 @@ cnn-mudhog-fashion) a fifth of the total with 4 to 8 samples and 8 to 17 % with 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ def training_memory(
             f"memory of batch_size = {batch_size}, sample_shape = {sample_shape}, constant = {constant}: "
             "sizes have to be 1 or more, the constant 0 or more"
         )
+    _start_autograd()
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = _fake(model)
         parameters, buffers = list(module.parameters()), list(module.buffers())
@@ -265,6 +267,15 @@ def _built(
         return build(target, image, classes, 0, **settings), image
     except UserError:  # a model of text; one that takes neither says so now
         return build(target, (text_length,), classes, 0, **settings), (text_length,)
+
+
+@functools.cache
+def _start_autograd() -> None:
+    """Go backward once on real tensors: if fake ones come first, PyTorch starts a thread per device type.
+
+    A process with such threads cannot be forked into one that trains.
+    """
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _fake(model: Model) -> nn.Module:

@@ -29,7 +29,7 @@ from ..threads import one_thread
 from .batch import Batch
 from .buffers import BufferPool, SharedBuffer
 from .units import Planner, Unit, without
-from .worker import ClientRunner, Outcome, Task, worker_main
+from .worker import ClientRunner, Outcome, Task, why_no_workers, worker_main
 
 log = logging.getLogger("fedplat")
 
@@ -105,8 +105,8 @@ class LocalGrid(Grid):
             raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
         if workers is not None and workers < 0:
             raise ValueError(f"workers must be at least 0, got {workers}")
-        if not hasattr(os, "fork") and workers != 0:
-            log.warning("this system cannot fork: clients run one after another in this process")
+        if workers != 0 and (obstacle := why_no_workers()):
+            log.warning("%s: clients run one after another in this process", obstacle)
             workers = 0
         set_task_identity(_RUN_ID)
         self._run = Run.create_empty(_RUN_ID)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import glob
 import os
 import pickle
 import signal
@@ -191,6 +193,18 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
         mallopt(_M_TRIM_THRESHOLD, _LARGE)
+
+
+def why_no_workers() -> str:
+    """Return why no process that trains could be forked from this one; empty if it could."""
+    if not hasattr(os, "fork"):
+        return "this system cannot fork"
+    # PyTorch refuses to go backward in the fork of a process in which it did so on a GPU or a fake tensor.
+    for path in glob.glob("/proc/self/task/*/comm"):
+        with contextlib.suppress(OSError), open(path) as name:
+            if name.read().startswith("pt_autograd"):
+                return "this process has trained on a GPU, after which PyTorch cannot train in a fork of it"
+    return ""
 
 
 def worker_main(

@@ -26,6 +26,8 @@ from fedplat.models.lstm import char_lstm
 from fedplat.models.resnet import resnet18
 from fedplat.training_config import LocalTraining
 
+from ..flower_apps import with_workers_after
+
 PLAIN, MOMENTUM = LocalTraining(), LocalTraining(momentum=0.9)
 ADAM, BF16 = LocalTraining(optimizer="adam"), LocalTraining(precision="bf16")
 CLIPPED = LocalTraining(max_grad_norm=1.0, weight_decay=0.1, momentum=0.5, nesterov=True)
@@ -254,3 +256,13 @@ def test_a_gpu_takes_at_least_what_is_estimated_and_not_much_more() -> None:
 
 def test_an_estimate_is_its_parts() -> None:
     assert MemoryEstimate(1, 2, 3, 4, 5, 6, 7, 8).total == 36
+
+
+def test_a_process_that_began_with_an_estimate_can_fork_one_that_trains() -> None:
+    printed = with_workers_after(
+        "from fedplat.emulation.memory import training_memory\n"
+        "from fedplat.models.dense import softmax_regression\n"
+        "from fedplat.training_config import LocalTraining\n"
+        "training_memory(lambda: softmax_regression((1, 2, 2), 3), (1, 2, 2), 2, LocalTraining())\n"
+    )
+    assert printed == ("[False, False] 2", "")

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum
 from fedplat.arrays import FlatArrays
 from fedplat.runtime.local import LocalGrid
 
-from ..flower_apps import plain_app, record
+from ..flower_apps import plain_app, record, with_workers_after
 
 WORKERS = [0, 1, 2]
 
@@ -392,3 +392,13 @@ def test_no_worker_holds_the_memory_of_replies_that_nobody_has_any_more() -> Non
             replies = ask(grid)
             del replies
         assert not grid._pool._leased
+
+
+def test_where_a_fork_could_not_train_clients_run_in_this_process() -> None:
+    printed, warnings = with_workers_after(
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "with FakeTensorMode():\n"
+        "    torch.ones(1, requires_grad=True).sum().backward()\n"
+    )
+    assert printed == "[False, False] 0"
+    assert "clients run one after another in this process" in warnings
