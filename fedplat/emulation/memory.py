@@ -21,7 +21,6 @@ cnn-mudhog-fashion) a fifth of the total with 4 to 8 samples and 8 to 17 % with 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import registry
 from ..clients.training import OnBatch, train_one
@@ -38,9 +37,8 @@ from ..models import build, loss_fn
 from ..models.flat import FlatModel
 from ..rng import generator, seeded_torch
 from ..training_config import LocalTraining
+from .fake import Model, fake_module, start_autograd
 from .memory_tracer import LiveBytes, SavedBytes, allocated_peak
-
-Model = nn.Module | Callable[[], nn.Module]
 
 _PAGE = 4096
 
@@ -117,9 +115,9 @@ def training_memory(
             f"memory of batch_size = {batch_size}, sample_shape = {sample_shape}, constant = {constant}: "
             "sizes have to be 1 or more, the constant 0 or more"
         )
-    _start_autograd()
+    start_autograd()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        module = _fake(model)
+        module = fake_module(model)
         parameters, buffers = list(module.parameters()), list(module.buffers())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
@@ -267,30 +265,6 @@ def _built(
         return build(target, image, classes, 0, **settings), image
     except UserError:  # a model of text; one that takes neither says so now
         return build(target, (text_length,), classes, 0, **settings), (text_length,)
-
-
-@functools.cache
-def _start_autograd() -> None:
-    """Go backward once on real tensors: if fake ones come first, PyTorch starts a thread per device type.
-
-    A process with such threads cannot be forked into one that trains.
-    """
-    torch.ones(1, requires_grad=True).sum().backward()
-
-
-def _fake(model: Model) -> nn.Module:
-    """Return a module of fake tensors, in training mode; has to be called inside a FakeTensorMode."""
-    module = model if isinstance(model, nn.Module) else model()
-    real = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, FakeTensor)]
-    if real or module is model:
-        # Whatever refers to a tensor of the module, refers in the copy to its fake, and nothing is copied.
-        module = copy.deepcopy(module, {id(tensor): _fake_tensor(tensor) for tensor in real})
-    return module.train()
-
-
-def _fake_tensor(tensor: Tensor) -> Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _resident(flat: FlatModel) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +18,27 @@ from numpy.typing import NDArray
 from ..errors import UserError
 from ..rng import generator
 from .logs import Beyond, DeviceLogs
+from .ranges import MOST
+from .windows import over_windows
 
 MB = 1e6
 MBIT = 1e6
-MOST = 1e12
-"""The largest memory in MB and speed in Mbit/s; bytes and bit/s then fit into 64-bit integers."""
-COLUMNS = ("node", "round", "memory_bytes", "down_bps", "up_bps", "available")
+COLUMNS = ("node", "round", "memory_bytes", "down_bps", "up_bps", "available", "drops")
+FLAGS = ("available", "drops")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a node may use in a round: bytes of memory, bit/s down and up; or that it is away."""
+    """What a node may use in a round: bytes of memory, bit/s down and up; or that it is away.
+
+    A node that ``drops`` is there and trains, and is gone before it has uploaded anything.
+    """
 
     memory_bytes: int
     down_bps: int
     up_bps: int
     available: bool
+    drops: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,29 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSchedule:
-    """Budgets of all nodes and rounds as read-only int64 arrays (nodes, rounds); column 0 is round 1."""
+    """Budgets of all nodes and rounds as read-only int64 arrays (nodes, rounds); column 0 is round 1.
+
+    Without ``drops``, no node drops out in the middle of a round; a node that is away cannot.
+    """
 
     memory_bytes: NDArray[np.int64]
     down_bps: NDArray[np.int64]
     up_bps: NDArray[np.int64]
     available: NDArray[np.bool_]
+    drops: NDArray[np.bool_] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         shape = np.shape(self.memory_bytes)
+        if self.drops is None:
+            object.__setattr__(self, "drops", np.zeros(shape, np.bool_))
         for field in fields(self):
-            array = np.array(getattr(self, field.name), np.bool_ if field.name == "available" else np.int64)
+            array = np.array(getattr(self, field.name), np.bool_ if field.name in FLAGS else np.int64)
             if array.ndim != 2 or array.shape != shape or not array.size or array.min() < 0:
                 raise UserError(f"{field.name}: expected a table (nodes, rounds) of numbers, 0 or more")
             array.flags.writeable = False
             object.__setattr__(self, field.name, array)
+        if bool((self.drops & ~self.available).any()):
+            raise UserError("drops: a node that is away in a round cannot drop out in the middle of it")
 
     @property
     def nodes(self) -> int:
@@ -90,8 +103,35 @@ class DeviceSchedule:
             )
         at = (node, round_ - 1)
         return Budget(
-            int(self.memory_bytes[at]), int(self.down_bps[at]), int(self.up_bps[at]), bool(self.available[at])
-        )
+            int(self.memory_bytes[at]), int(self.down_bps[at]), int(self.up_bps[at]),
+            bool(self.available[at]), bool(self.drops[at]),
+        )  # fmt: skip
+
+    def with_availability(self, available: NDArray[np.bool_]) -> DeviceSchedule:
+        """Return the same with the nodes that are not ``available`` (nodes, rounds) away too.
+
+        Raises UserError for a table of another shape.
+        """
+        if np.shape(available) != self.available.shape:
+            raise UserError(
+                f"availability of {np.shape(available)} for a schedule of {self.available.shape} "
+                "(nodes, rounds): they have to be of one shape"
+            )
+        both = self.available & np.asarray(available, np.bool_)
+        return replace(self, available=both, drops=self.drops & both)
+
+    def with_drops(self, probability: float, seed: int) -> DeviceSchedule:
+        """Return the same with nodes that drop out in the middle of a round, each time by chance.
+
+        A node that is there may drop out; who does is drawn for all rounds, so it does not matter whether
+        availability is put in before or after. Those that dropped out before, still do.
+        Raises UserError unless the probability is in [0, 1].
+        """
+        if not 0 <= probability <= 1:
+            raise UserError(f"the probability of dropping out is {probability}, expected 0 to 1")
+        _check(self.nodes, self.rounds, seed)
+        drawn = _draws(self.nodes, self.rounds, seed, "schedule drops", 1)[..., 0] < probability
+        return replace(self, drops=self.available & (self.drops | drawn))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceSchedule):
@@ -104,7 +144,7 @@ class DeviceSchedule:
         """Write the table as CSV, a line per node and round; :meth:`load` gives an equal schedule."""
         path = Path(path)
         node, round_ = np.indices(self.memory_bytes.shape)
-        parts = (node, round_ + 1, self.memory_bytes, self.down_bps, self.up_bps, self.available)
+        parts = (node, round_ + 1, *(getattr(self, name) for name in COLUMNS[2:]))
         table = np.stack([part.astype(np.int64).ravel() for part in parts], axis=1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,14 +164,15 @@ class DeviceSchedule:
                 if tuple(next(lines, ())) != COLUMNS:
                     raise UserError(f"{path}, line 1: expected {','.join(COLUMNS)}")
                 for line in lines:
-                    if (
-                        len(line) != len(COLUMNS)
-                        or not all(_whole(text) for text in line)
-                        or int(line[-1]) > 1
-                    ):
-                        where = f"{path}, line {lines.line_num}"
-                        raise UserError(f"{where}: expected {len(COLUMNS)} whole numbers, the last 0 or 1")
-                    rows.append(tuple(int(text) for text in line))
+                    where = f"{path}, line {lines.line_num}"
+                    if len(line) != len(COLUMNS) or not all(_whole(text) for text in line):
+                        raise UserError(f"{where}: expected {len(COLUMNS)} whole numbers")
+                    row = tuple(int(text) for text in line)
+                    if not 1 >= row[-2] >= row[-1]:
+                        raise UserError(
+                            f"{where}: available and drops are 0 or 1, and what is away cannot drop out"
+                        )
+                    rows.append(row)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{path}: cannot read the schedule: {error}") from error
         if not rows:
@@ -146,24 +187,32 @@ class DeviceSchedule:
         )
         if not complete:
             raise UserError(f"{path}: expected every round of every node once, in order: the table has gaps")
-        memory, down, up, available = table[:, 2:].T.reshape(4, nodes, rounds)
-        return cls(memory, down, up, available.astype(np.bool_))
+        memory, down, up, available, drops = table[:, 2:].T.reshape(5, nodes, rounds)
+        return cls(memory, down, up, available.astype(np.bool_), drops.astype(np.bool_))
 
 
 def trace_schedule(
     logs: DeviceLogs, nodes: int, rounds: int, seed: int, interval_s: float,
-    offset_s: float | None = 0.0, beyond: Beyond = "wrap",
+    offset_s: float | None = 0.0, beyond: Beyond = "wrap", window_s: float = 0.0,
 ) -> DeviceSchedule:  # fmt: skip
     """Look logs up at ``offset_s`` + round * ``interval_s``, on the clock of the logs.
 
     Node i has the log at place i of a seeded permutation, which begins again if there are more nodes than
     logs. ``offset_s`` None: each node begins at its own time, uniform over its log, so that nodes with the
-    same log differ. Raises UserError unless the interval is above 0.
+    same log differ.
+
+    With a ``window_s``, a round has what holds through the seconds from that time on: the least free memory,
+    the harmonic mean of each speed over time, so that as many bytes get through as over the real link, and
+    nothing where a speed is 0 at any time; and the node is available if it is all the time.
+
+    Raises UserError unless the interval is above 0 and the window 0 or more.
     """
     _check(nodes, rounds, seed)
-    if not 0 < interval_s < np.inf or not (offset_s is None or np.isfinite(offset_s)):
+    finite = np.isfinite([interval_s, offset_s or 0.0, window_s]).all()
+    if not finite or interval_s <= 0 or window_s < 0:
         raise UserError(
-            f"interval {interval_s} s, offset {offset_s} s: expected finite, the interval above 0"
+            f"interval {interval_s} s, offset {offset_s} s, window {window_s} s: expected finite numbers, "
+            "the interval above 0 and the window 0 or more"
         )
     order = generator(seed, "schedule devices").permutation(len(logs))
     values = np.empty((4, nodes, rounds))
@@ -172,11 +221,7 @@ def trace_schedule(
         offset = offset_s
         if offset is None:
             offset = float(log.time_s[0] + log.span_s * generator(seed, "schedule offset", node).random())
-        index = log.index_at(offset + np.arange(1, rounds + 1) * interval_s, beyond)
-        free = True if log.available is None else log.available[index]
-        values[:, node] = (
-            log.mem_free_mb[index], log.down_mbps[index], log.up_mbps[index], np.broadcast_to(free, rounds)
-        )  # fmt: skip
+        values[:, node] = over_windows(log, offset + np.arange(1, rounds + 1) * interval_s, window_s, beyond)
     memory, down, up, available = values
     return _of_units(memory, down, up, available)
 

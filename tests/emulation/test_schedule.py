@@ -18,6 +18,7 @@ from fedplat.emulation import (
     trace_schedule,
     uniform_schedule,
 )
+from fedplat.emulation.windows import over_windows
 from fedplat.errors import UserError
 
 LOGS = generate(5, 24, 1)
@@ -60,12 +61,13 @@ def test_more_nodes_only_add_nodes(name: str) -> None:
 
 @every_mode
 def test_a_saved_schedule_loads_the_same(make, tmp_path: Path) -> None:
-    schedule = make(3, 4, 5)
+    schedule = make(3, 4, 5).with_drops(0.5, 2)
+    assert schedule.drops.any()
     path = schedule.save(tmp_path / "run" / "devices.csv")
     again = DeviceSchedule.load(path)
     assert again == schedule
     assert again.save(tmp_path / "again.csv").read_bytes() == path.read_bytes()
-    assert path.read_text().splitlines()[0] == "node,round,memory_bytes,down_bps,up_bps,available"
+    assert path.read_text().splitlines()[0] == "node,round,memory_bytes,down_bps,up_bps,available,drops"
 
 
 def step_log(name: str, base: float) -> DeviceLog:
@@ -151,17 +153,127 @@ def test_a_schedule_cannot_be_changed_or_asked_beyond_its_table() -> None:
             schedule[key]
 
 
-HEAD = "node,round,memory_bytes,down_bps,up_bps,available\n"
+def test_who_is_away_is_away_by_the_log_or_by_the_process() -> None:
+    schedule = MAKERS["classes"](6, 40, 1)
+    there = np.random.default_rng(0).random((6, 40)) < 0.5
+    both = schedule.with_availability(there)
+    assert np.array_equal(both.available, schedule.available & there)
+    assert np.array_equal(both.memory_bytes, schedule.memory_bytes)
+    assert both.with_availability(there) == both
+    assert schedule.with_availability(np.ones((6, 40), bool)) == schedule
+
+
+def test_as_many_drop_out_as_the_chance_says_and_only_of_those_that_are_there() -> None:
+    schedule = MAKERS["classes"](60, 80, 1)
+    assert not schedule.drops.any()
+    dropping = schedule.with_drops(0.3, 5)
+    assert not (dropping.drops & ~dropping.available).any()
+    there = int(schedule.available.sum())
+    assert abs(dropping.drops.sum() / there - 0.3) < 3 * (0.21 / there) ** 0.5
+    assert np.array_equal(schedule.with_drops(1, 5).drops, schedule.available)
+    assert schedule.with_drops(0, 5) == schedule
+    assert schedule.with_drops(0.3, 6) != dropping
+    node, column = np.argwhere(dropping.drops)[0].tolist()
+    assert dropping[node, column + 1].drops
+
+
+def test_drops_come_node_by_node_and_whichever_of_them_and_availability_is_put_in_first() -> None:
+    few, many = (MAKERS["uniform"](n, r, 1).with_drops(0.4, 2).drops for n, r in ((3, 5), (9, 20)))
+    # The chance to be there is the same, so what differs could only be the drops.
+    assert np.array_equal(many[:3, :5], few)
+    schedule = MAKERS["uniform"](5, 30, 1)
+    there = np.random.default_rng(1).random((5, 30)) < 0.6
+    assert schedule.with_drops(0.4, 2).with_availability(there) == schedule.with_availability(
+        there
+    ).with_drops(0.4, 2)
+
+
+def slow_log() -> DeviceLog:
+    return DeviceLog(
+        "a", np.array([0, 10, 30, 40]), np.array([8, 6, 7, 9]), np.array([2, 4, 0, 1]),
+        np.array([1, 1, 2, 1]), available=np.array([1, 1, 0, 1]),
+    )  # fmt: skip
+
+
+def test_a_window_has_the_least_memory_and_speeds_that_move_the_same_bytes() -> None:
+    logs = DeviceLogs((slow_log(),))
+    # [5, 20): 5 s of 2 Mbit/s and 10 s of 4: 15 / (5 / 2 + 10 / 4) = 3.
+    assert trace_schedule(logs, 1, 1, 0, 5, window_s=15)[0, 1] == Budget(
+        6_000_000, 3_000_000, 1_000_000, True
+    )
+    # [5, 30) ends as the link goes down; a moment more and nothing gets through.
+    assert trace_schedule(logs, 1, 1, 0, 5, window_s=25)[0, 1] == Budget(
+        6_000_000, 3_333_333, 1_000_000, True
+    )
+    stuck = trace_schedule(logs, 1, 1, 0, 5, window_s=25.01)[0, 1]
+    assert (stuck.down_bps, stuck.available) == (0, False)
+    # [20, 40): 10 s of 1 Mbit/s and 10 s of 2 up.
+    assert trace_schedule(logs, 1, 1, 0, 20, window_s=20)[0, 1].up_bps == 1_333_333
+
+
+def test_a_window_goes_on_where_the_log_begins_again_or_its_end_holds() -> None:
+    logs = DeviceLogs((slow_log(),))
+    # [38, 48): 2 s of 2 Mbit/s, then again the first 8 s of 1 Mbit/s.
+    wraps = trace_schedule(logs, 1, 1, 0, 38, window_s=10)[0, 1]
+    assert (wraps.memory_bytes, wraps.up_bps) == (7_000_000, round(1e6 * 10 / (2 / 2 + 8)))
+    clamps = trace_schedule(logs, 1, 1, 0, 50, 0, "clamp", 100)[0, 1]
+    assert clamps == Budget(9_000_000, 1_000_000, 1_000_000, True)
+    # Longer than the log: all of it, more than once.
+    long = trace_schedule(logs, 1, 1, 0, 7, window_s=100)[0, 1]
+    assert (long.memory_bytes, long.down_bps, long.available) == (6_000_000, 0, False)
+    # Two periods of 30 s of 1 and 10 s of 2, and 20 s of 1 from 7 s on.
+    assert long.up_bps == round(1e6 * 100 / (2 * 35 + 20))
+
+
+def by_counting(log: DeviceLog, start: float, window: float, beyond: str) -> list[float]:
+    times = start + (np.arange(round(window * 4)) + 0.5) / 4  # all changes are at quarters of a second
+    index = log.index_at(times, beyond)  # type: ignore[arg-type]
+    means = [
+        0.0 if not speeds[index].all() else 1 / float(np.mean(1 / speeds[index]))
+        for speeds in (log.down_mbps, log.up_mbps)
+    ]
+    return [float(log.mem_free_mb[index].min()), *means, float(log.available[index].all())]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("beyond", ["wrap", "clamp"])
+def test_windows_anywhere_agree_with_counting_every_moment(beyond) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        count = int(rng.integers(1, 8))
+        times = np.cumsum(rng.integers(1, 20, count)) / 4
+        down = rng.uniform(0.5, 9, count) * (rng.random(count) > 0.1)
+        log = DeviceLog(
+            "a", times, rng.integers(1, 50, count), down, rng.uniform(0.1, 3, count),
+            available=rng.random(count) > 0.2,
+        )  # fmt: skip
+        starts, window = rng.integers(-40, 300, 5) / 4, float(rng.choice([0.25, 3, 10, 33.5, 120]))
+        found = over_windows(log, starts, window, beyond)
+        expected = [by_counting(log, start, window, beyond) for start in starts.tolist()]
+        assert pytest.approx(np.array(expected), rel=1e-9) == found.T
+
+
+def test_a_window_of_no_length_is_the_instant() -> None:
+    log, starts = LOGS.logs[0], np.arange(0, 100_000, 777.0)
+    index = log.index_at(starts)
+    found = over_windows(log, starts, 0)
+    assert np.array_equal(found[:3], np.stack([log.mem_free_mb, log.down_mbps, log.up_mbps])[:, index])
+    assert over_windows(log, starts, 1e-3) == pytest.approx(found, rel=1e-6)
+
+
+HEAD = "node,round,memory_bytes,down_bps,up_bps,available,drops\n"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "line 1"), ("node,round\n", "line 1"), (HEAD, "no budgets"), (HEAD + "0,1,5,5,5\n", "line 2"),
-        (HEAD + "0,1,5,5,5,2\n", "line 2"), (HEAD + "0,1,-5,5,5,1\n", "line 2"),
-        (HEAD + "0,1,5.5,5,5,1\n", "line 2"),
-        (HEAD + "0,1,5,5,5,1\n0,3,5,5,5,1\n", "gaps"), (HEAD + "0,1,5,5,5,1\n0,1,5,5,5,1\n", "gaps"),
-        (HEAD + "0,0,5,5,5,1\n", "gaps"), (HEAD + "0,999999999999,5,5,5,1\n", "gaps"),
+        ("", "line 1"), ("node,round\n", "line 1"), (HEAD, "no budgets"),
+        (HEAD.replace(",drops", "") + "0,1,5,5,5,1\n", "line 1: expected .*,drops"),
+        (HEAD + "0,1,5,5,5,1\n", "line 2"), (HEAD + "0,1,5,5,5,2,0\n", "line 2: available and drops"),
+        (HEAD + "0,1,5,5,5,1,0\n0,2,5,5,5,1,2\n", "line 3"), (HEAD + "0,1,5,5,5,0,1\n", "line 2"),
+        (HEAD + "0,1,-5,5,5,1,0\n", "line 2"), (HEAD + "0,1,5.5,5,5,1,0\n", "line 2"),
+        (HEAD + "0,1,5,5,5,1,0\n0,3,5,5,5,1,0\n", "gaps"),
+        (HEAD + "0,1,5,5,5,1,0\n0,1,5,5,5,1,0\n", "gaps"),
+        (HEAD + "0,0,5,5,5,1,0\n", "gaps"), (HEAD + "0,999999999999,5,5,5,1,0\n", "gaps"),
     ],
 )  # fmt: skip
 def test_a_malformed_schedule_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -184,6 +296,14 @@ def test_a_schedule_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -
         lambda: MAKERS["uniform"](1, 1, -1), lambda: uniform_schedule(1, 1, 0, (2, 1), (1, 1), (1, 1)),
         lambda: class_schedule(1, 1, 0, []), lambda: class_schedule(1, 1, 0, [Level(1, 1, 1, share=0)]),
         lambda: markov_schedule(1, 1, 0, HIGH, LOW, 1.1), lambda: Level(1, 1, 1, 1.5),
+        lambda: trace_schedule(LOGS, 1, 1, 0, 1, window_s=-1),
+        lambda: trace_schedule(LOGS, 1, 1, 0, 1, window_s=float("inf")),
+        lambda: MAKERS["uniform"](2, 3, 1).with_drops(1.5, 0),
+        lambda: MAKERS["uniform"](2, 3, 1).with_drops(0.5, -1),
+        lambda: MAKERS["uniform"](2, 3, 1).with_availability(np.ones((3, 2), bool)),
+        lambda: MAKERS["uniform"](2, 3, 1).with_availability(np.ones(3, bool)),
+        lambda: DeviceSchedule(*np.ones((3, 1, 1), int), np.zeros((1, 1)), np.ones((1, 1))),
+        lambda: DeviceSchedule(*np.ones((3, 1, 1), int), np.ones((1, 1)), np.ones((1, 2))),
         lambda: Level(-1, 1, 1),
         lambda: Level(1, float("nan"), 1), lambda: Level(1e13, 1, 1),
         lambda: trace_schedule(DeviceLogs((step_log("a", 1e13),)), 1, 1, 0, 1),
