@@ -1,18 +1,23 @@
-"""``fedplat deploy``: the folders of a federation's machines, made and checked."""
+"""``fedplat deploy``: the folders of a federation's machines, made and checked, and slow links."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import UserError
 from .common import USER_ERROR, console
+from .run import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..deployment.check import Finding
+    from ..emulation.logs import DeviceLog
 
 app = typer.Typer(
     help="A federation on real machines: keys, certificates, start scripts, checks.",
@@ -125,6 +130,78 @@ def check(folder: Folder, host: Names = None) -> None:
     typer.echo(", ".join(told) or "all is well")
     if counts[ERROR]:
         raise typer.Exit(USER_ERROR)
+
+
+@app.command("link")
+def link(
+    to: Annotated[str, typer.Option("--to", metavar="HOST:PORT", help="Where to: the SuperLink.")],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="What the SuperNode connects to instead.")
+    ] = "127.0.0.1:9093",
+    down_mbps: Annotated[
+        float | None,
+        typer.Option("--down-mbps", min=0, help="Mbit/s to the SuperNode.", show_default="no limit"),
+    ] = None,
+    up_mbps: Annotated[
+        float | None,
+        typer.Option("--up-mbps", min=0, help="Mbit/s from the SuperNode.", show_default="no limit"),
+    ] = None,
+    latency_ms: Annotated[float, typer.Option("--latency-ms", min=0, help="Delay of each direction.")] = 0.0,
+    logs: Annotated[
+        Path | None,
+        typer.Option("--log", metavar="LOGS", help="Speeds from device logs instead.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Whose log.", show_default="the only one")
+    ] = None,
+) -> None:
+    """Relay a SuperNode's connections to its SuperLink at the speeds of a slow link, until Ctrl-C.
+
+    TLS passes untouched. With --log, speeds follow a device's log from its first sample on, over and over.
+    """
+    import threading
+
+    from ..deployment.shaped_link import ShapedLink, parse_address
+
+    source, target = parse_address(listen, "--listen"), parse_address(to, "--to")
+    log = _device_log(logs, device, down_mbps, up_mbps)
+    down, up = (math.inf if speed is None else speed * 1e6 for speed in (down_mbps, up_mbps))
+    relay = ShapedLink(source, target, down_bps=down, up_bps=up, latency_s=latency_ms / 1e3)
+    if log is not None:
+        relay.follow(log)
+    with sigterm_as_interrupt(), relay:
+        if log is not None:
+            speeds = f"as the log of {log.device} has it, {len(log)} samples over {log.span_s:g} s"
+        else:
+            speeds = f"{_speed(down)} down, {_speed(up)} up"
+        typer.echo(f"{listen} -> {to}: {speeds}, {latency_ms:g} ms each way; Ctrl-C ends it")
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    typer.echo(
+        f"{relay.bytes_down:,} bytes down, {relay.bytes_up:,} bytes up, {relay.connections} connections, "
+        f"{relay.failed} without an answer"
+    )
+
+
+def _device_log(
+    logs: Path | None, device: str | None, down_mbps: float | None, up_mbps: float | None
+) -> DeviceLog | None:
+    if logs is None:
+        if device is not None:
+            raise UserError("--device needs --log, the logs that the device is in")
+        return None
+    if down_mbps is not None or up_mbps is not None:
+        raise UserError("--log gives the speeds: leave out --down-mbps and --up-mbps")
+    from ..emulation.logs import read_logs
+
+    found = read_logs(logs)
+    if device is None and len(found) > 1:
+        raise UserError(f"{logs} has {len(found)} devices: choose one with --device, as {found.devices[0]}")
+    return found[found.devices[0] if device is None else device]
+
+
+def _speed(bps: float) -> str:
+    return "no limit" if math.isinf(bps) else f"{bps / 1e6:g} Mbit/s"
 
 
 def _print(findings: Sequence[Finding]) -> None:
