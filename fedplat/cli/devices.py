@@ -1,4 +1,4 @@
-"""``fedplat devices``: logs of what devices have free; shown, made and imported."""
+"""``fedplat devices``: a scenario's devices, and logs of what devices have free; shown, made and imported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from ..errors import UserError
 from .common import console
+from .device_schedule import HIDDEN, ScenarioOrCommand, schedule
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from ..emulation.logs import DeviceLogs
 
 app = typer.Typer(
-    help="Logs of devices' memory, links, battery and availability.",
+    cls=ScenarioOrCommand,
+    help="""What the devices of a scenario have, with "fedplat devices SCENARIO"; and logs of devices' memory,
+    links, battery and availability.""",
+    subcommand_metavar="SCENARIO | COMMAND [ARGS]...",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -27,6 +31,9 @@ SHIPPED_NAME = "synthetic"
 Logs = Annotated[str, typer.Argument(metavar="LOGS", show_default=False)]
 Format = Annotated[str, typer.Argument(metavar="FORMAT", show_default=False)]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", show_default=False)]
+
+
+app.command(HIDDEN, hidden=True)(schedule)
 
 
 @app.callback()

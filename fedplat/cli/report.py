@@ -35,11 +35,22 @@ def report(
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return who was left out and why; strategies are joined, and so are clients with the same to tell."""
+    """Return who was left out and why; strategies are joined, and so are clients with the same to tell.
+
+    What emulated devices did not deliver is a line for each reason, with the number of clients.
+    """
+    from ..results.simulated import MISSED
+
     told: dict[tuple[int, str], list[str]] = {}
+    devices: dict[str, dict[str, int]] = {reason: {} for reason in MISSED.values()}
+    ids_of: dict[str, set[int]] = {reason: set() for reason in devices}
     for strategy, clients in left_out.items():
         for client in clients:
             for item in client["reasons"]:
+                if (reason := item["reason"]) in devices:
+                    devices[reason][strategy] = devices[reason].get(strategy, 0) + item["rounds"]
+                    ids_of[reason].add(client["client"])
+                    continue
                 told.setdefault((client["client"], item["reason"]), []).append(
                     f"{strategy} {item['rounds']}x"
                 )
@@ -47,6 +58,12 @@ def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
     for (client_id, reason), where in sorted(told.items()):
         who.setdefault((reason, ", ".join(where)), []).append(client_id)
     lines = [
+        f"left out: {len(ids_of[reason])} client{'s' * (len(ids_of[reason]) > 1)}, {reason} "
+        f"({', '.join(f'{strategy} {count}x' for strategy, count in counts.items())})"
+        for reason, counts in devices.items()
+        if counts
+    ]
+    lines += [
         f"left out: client{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}, {reason} ({where})"
         for (reason, where), ids in who.items()
     ]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _KNOWN = frozenset(
-    ("round", "client", "status", "reason", "samples", "weight", "verdict", "update_norm", "truth", "attack")
-)
+    ("round", "client", "status", "reason", "samples", "weight", "verdict", "update_norm", "truth", "attack",
+     "device")
+)  # fmt: skip
 _HEIGHT_INCHES = 2.4
 _LABEL_POINTS = 9.0
 

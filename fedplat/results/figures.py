@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .summary import finite
+from .values import finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,10 +25,13 @@ _TOP_INCHES, _BOTTOM_INCHES = 3.0, 2.0
 
 @dataclass(frozen=True)
 class Curve:
-    """One strategy's evaluations: rounds, accuracy in %, loss; None where a value is not finite."""
+    """One strategy's evaluations: rounds, accuracy in %, loss; None where a value is not finite.
+
+    In place of rounds may stand what they have cost so far.
+    """
 
     name: str
-    rounds: list[int]
+    rounds: Sequence[float]
     accuracy: list[float | None]
     loss: list[float | None]
 
@@ -67,31 +70,33 @@ def draw_curves(
     bottom.set(xlabel="round", ylabel="test loss")
     figure.align_ylabels()
     for axes in (top, bottom):
-        _prepare(axes, last)
-    _draw(top, curves, lambda curve: curve.accuracy, crosses=False)
-    _accuracy_range(top, curves)
-    _draw(bottom, curves, lambda curve: curve.loss, crosses=True)
+        prepare(axes, last)
+    draw_lines(top, curves, lambda curve: curve.accuracy, crosses=False)
+    accuracy_range(top, curves)
+    draw_lines(bottom, curves, lambda curve: curve.loss, crosses=True)
     _loss_range(bottom, curves)
     # After the limits are set: the names are placed in fractions of the axes.
-    _label(top, curves, "accuracy", _TOP_INCHES)
-    _label(bottom, curves, "loss", _BOTTOM_INCHES)
+    name_lines(top, curves, "accuracy", _TOP_INCHES)
+    name_lines(bottom, curves, "loss", _BOTTOM_INCHES)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
 
 
-def _prepare(axes: Axes, last: int) -> None:
+def prepare(axes: Axes, last: float, integer: bool = True, ticks: int = 8) -> None:
+    """Set up axes from 0 to ``last``."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlim(0, max(last, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axes.set_xlim(0, last if last > 0 else 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=integer, min_n_ticks=1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.88", linewidth=0.7)
     axes.set_axisbelow(True)
 
 
-def _draw(
+def draw_lines(
     axes: Axes, curves: Sequence[Curve], values: Callable[[Curve], list[float | None]], crosses: bool
 ) -> None:
+    """Draw a line per strategy; ``crosses`` marks where one stops being finite."""
     for index, curve in enumerate(curves):
         colour, dash = style(index)
         heights = [math.nan if value is None else value for value in values(curve)]
@@ -118,7 +123,8 @@ def _break(heights: Sequence[float]) -> int | None:
     return known[-1] if known and known[-1] < len(heights) - 1 else None
 
 
-def _accuracy_range(axes: Axes, curves: Sequence[Curve]) -> None:
+def accuracy_range(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Set the range of an accuracy axis in %."""
     known = [value for curve in curves for value in curve.accuracy if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 100.0)
     margin = max(0.06 * (high - low), 1.0)
@@ -137,7 +143,7 @@ def _loss_range(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_ylim(min(0.0, *known), max(known) * 1.06 or 1.0)
 
 
-def _label(axes: Axes, curves: Sequence[Curve], values: str, inches: float) -> None:
+def name_lines(axes: Axes, curves: Sequence[Curve], values: str, inches: float) -> None:
     """Write each line's name to the right of its end, moved apart where they would touch."""
     to_fraction = axes.transScale + axes.transLimits
     ends = []

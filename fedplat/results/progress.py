@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
-from .summary import finite
 from .tables import NOTHING
+from .values import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +71,7 @@ class Track:
     resumed: int = 0
     accuracy: float | None = None
     loss: float | None = None
+    simulated: float | None = None
     started: float | None = None
     last_round: float = 0.0
     seconds: float | None = None
@@ -94,6 +95,8 @@ class Track:
         """Take over the figures of a round; those of a round without an evaluation leave the last ones be."""
         if record.get("accuracy") is not None:
             self.accuracy, self.loss = finite(record["accuracy"]), finite(record.get("loss"))
+        if record.get("simulated"):
+            self.simulated = (self.simulated or 0.0) + (finite(record["simulated"]["seconds"]) or 0.0)
 
     def end(self) -> None:
         """Note the end."""
@@ -122,6 +125,14 @@ class Track:
         diverged = self.loss is None and self.accuracy is not None
         loss = "nan" if diverged else NOTHING if self.loss is None else f"{self.loss:.3g}"
         return accuracy, loss
+
+    def simulated_time(self) -> str:
+        """Return how long the rounds so far would have taken on the emulated devices, "" without any."""
+        if self.simulated is None:
+            return ""
+        # On fast devices and small models a round takes a fraction of a second.
+        text = f"{self.simulated:.2g} s" if self.simulated < 9.5 else duration(self.simulated)
+        return f"{text} simulated"
 
 
 def duration(seconds: float) -> str:
@@ -166,7 +177,7 @@ class Lines(Display):
         accuracy, loss = track.figures()
         left = track.time() if track.done < track.total else ""
         line = f"{strategy}: round {track.done}/{track.total}, accuracy {accuracy}, loss {loss}"
-        self._print(f"{line}, {left}" if left else line)
+        self._print(", ".join(filter(None, [line, track.simulated_time(), left])))
 
     def end(self, strategy: str) -> None:
         """Note the end."""
@@ -240,9 +251,10 @@ class Bars(Display):
         from rich.text import Text
 
         table = Table.grid(padding=(0, 2, 0, 0), expand=False)
-        for justify in ("left", "left", "right", "right", "right", "right"):
-            table.add_column(justify=justify, no_wrap=True)
         wide = self._console.width >= 100
+        simulated = wide and any(track.simulated is not None for track in self._tracks.values())
+        for place in range(7 if simulated else 6):
+            table.add_column(justify="left" if place < 2 else "right", no_wrap=True)
         for track in self._tracks.values():
             accuracy, loss = track.figures()
             waiting = track.started is None
@@ -252,6 +264,7 @@ class Bars(Display):
                 f"round {track.done}/{track.total}" if wide else f"{track.done}/{track.total}",
                 "waits" if waiting else f"accuracy {accuracy}" if wide else accuracy,
                 "" if waiting else f"loss {loss}",
+                *([track.simulated_time()] if simulated else []),
                 track.time(),
             )
         return table

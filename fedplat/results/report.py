@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..registry import SINGULAR, entries
 from . import tables
+from .device_report import devices_said, devices_text
 from .folder import RunFolder, write_atomically
+from .left_out import left_out_text
 from .summary import write_summary
+from .wording import bullets, named_part, settings_text, value_text
 
-_MOST_ROWS = 100
-_MOST_REASONS = 3
 _WHO_AND_WHEN = ("fraction", "count", "clients", "richest_in", "start", "on", "off")
 _SAID_ELSEWHERE = ("execution", "samples_per_client", "attackers", "classes", "parameters", "data_note")
 
@@ -24,6 +24,7 @@ def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str,
     ``clean`` is a run of the same situation without attackers, to state the loss of accuracy against.
     """
     from .client_figure import draw_clients, score_names
+    from .device_figures import draw_devices
     from .figures import draw_curves
 
     summary = write_summary(folder, clean)
@@ -33,6 +34,7 @@ def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str,
         rows = list(folder.clients(name))
         if score_names(rows) or any(row["verdict"] for row in rows):
             draw_clients(rows, clients_picture(folder, name), f"{_title(summary)}: {name}")
+    draw_devices(folder, runs, _title(summary))
     for name, text in (
         ("table.csv", tables.csv_text(summary)),
         ("table.tex", tables.latex(summary)),
@@ -49,7 +51,7 @@ def report_text(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     if not summary["finished"]:
         parts.append("**This run is not finished:** the figures are those of the rounds done so far.")
     parts += [summary["description"]] if summary["description"] else []
-    parts += [tables.markdown(summary), tables.EXPLANATION]
+    parts += [tables.markdown(summary), tables.explanation(summary)]
     parts.append("![Accuracy and loss over the rounds](accuracy.png)")
     for name in folder.config.strategies:
         if (picture := clients_picture(folder, name)).exists():
@@ -57,13 +59,15 @@ def report_text(folder: RunFolder, summary: Mapping[str, Any]) -> str:
     parts.append(
         "The table is also in `table.csv` (unrounded) and `table.tex`; `summary.json` has more figures."
     )
-    parts += ["## The situation", _bullets(situation(config, environment))]
+    parts += ["## The situation", bullets(situation(config, environment))]
     if note := environment.get("data_note"):
         parts.append(f"Note on the data: {note}")
-    parts += ["## Replies left out", left_out_text(summary)]
+    if devices := devices_text(folder, summary):
+        parts += ["## Devices", devices]
+    parts += ["## Replies left out", left_out_text(summary["left_out"])]
     parts += ["## Run it again", _again(folder)]
     facts = {key: value for key, value in environment.items() if key not in _SAID_ELSEWHERE}
-    parts += ["## Environment", _bullets({key: _value(value) for key, value in facts.items()})]
+    parts += ["## Environment", bullets({key: value_text(value) for key, value in facts.items()})]
     return "\n\n".join(parts) + "\n"
 
 
@@ -75,17 +79,18 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     clients = len(samples) or partition["clients"]
     partition.pop("clients")
     said = {
-        "Data": _part("datasets", config["data"], skip=("root", "download")),
+        "Data": named_part("datasets", config["data"], skip=("root", "download")),
         "Clients": f"{clients}{_sizes(samples)}",
-        "Partition": _part("partitions", partition),
-        "Model": _part("models", config["model"]) + _parameters(environment),
-        "Local training": _settings(config["training"]),
+        "Partition": named_part("partitions", partition),
+        "Model": named_part("models", config["model"]) + _parameters(environment),
+        "Local training": settings_text(config["training"]),
         **({"Execution": execution["summary"]} if (execution := environment.get("execution")) else {}),
-        "Who takes part": _part("selectors", config["selection"]),
+        "Who takes part": named_part("selectors", config["selection"]),
     }
+    said |= devices_said(config)
     for index, attack in enumerate(config.get("attacks") or [], start=1):
         label = "Attack" if len(config["attacks"]) == 1 else f"Attack {index}"
-        said[label] = f"{_who(attack)}: {_part('attacks', attack, skip=_WHO_AND_WHEN)}{_when(attack)}"
+        said[label] = f"{_who(attack)}: {named_part('attacks', attack, skip=_WHO_AND_WHEN)}{_when(attack)}"
     if attackers := environment.get("attackers"):
         said["Attackers"] = f"{len(attackers)} of {clients} clients: {_attackers(attackers)}"
     elif not config.get("attacks"):
@@ -93,7 +98,9 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     said |= _protection(config)
     for name in config["strategies"]:
         chosen = (config.get("strategy") or {}).get(name) or {}
-        said[f"Strategy {name}"] = _part("strategies", {"name": name, **chosen}).removeprefix(f"{name}, ")
+        said[f"Strategy {name}"] = named_part("strategies", {"name": name, **chosen}).removeprefix(
+            f"{name}, "
+        )
     every = config["evaluation"]["every"]
     often = "every round" if every == 1 else f"every {every} rounds and the last"
     said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
@@ -108,10 +115,10 @@ def _protection(config: Mapping[str, Any]) -> dict[str, str]:
     if (aggregation := dict(config.get("aggregation") or {})).pop("secure_groups", 0):
         groups = config["aggregation"]["secure_groups"]
         said["Secure aggregation"] = (
-            f"{groups} groups, whose sums are all that is seen ({_settings(aggregation)})"
+            f"{groups} groups, whose sums are all that is seen ({settings_text(aggregation)})"
         )
     if (privacy := dict(config.get("privacy") or {})).pop("mode", "none") != "none":
-        said["Differential privacy"] = f"{config['privacy']['mode']} ({_settings(privacy)})"
+        said["Differential privacy"] = f"{config['privacy']['mode']} ({settings_text(privacy)})"
     return said
 
 
@@ -138,7 +145,7 @@ def _who(attack: Mapping[str, Any]) -> str:
     elif (count := attack.get("count")) is not None:
         who = f"{count} clients"
     else:
-        who = f"clients {_value(attack['clients'])}"
+        who = f"clients {value_text(attack['clients'])}"
     label = attack.get("richest_in")
     return who if label is None else f"{who}, those richest in class {label}"
 
@@ -149,27 +156,6 @@ def _when(attack: Mapping[str, Any]) -> str:
     said = [f"from round {start}"] if start > 1 else []
     said += [f"{on} rounds of every {on + off}"] if off else []
     return "".join(f", {text}" for text in said)
-
-
-def left_out_text(summary: Mapping[str, Any]) -> str:
-    """Return the table of the clients whose replies were refused or failed, and why, equal rows joined."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for strategy, clients in summary["left_out"].items():
-        for client in clients:
-            reasons = [f"{item['reason']} ({item['rounds']}x)" for item in client["reasons"][:_MOST_REASONS]]
-            more = len(client["reasons"]) - _MOST_REASONS
-            reasons += [f"and {more} other reasons, see summary.json"] if more > 0 else []
-            span = f"{client['first_round']} to {client['last_round']}"
-            key = (strategy, "; ".join(reasons), str(client["refused"]), str(client["failed"]), span)
-            name = f"{client['client']} (attacker)" if client["attacker"] else str(client["client"])
-            groups.setdefault(key, []).append(name)
-    if not groups:
-        return "None: every reply of every client was accepted."
-    rows = [[strategy, ", ".join(names), *rest] for (strategy, *rest), names in groups.items()]
-    heads = ["strategy", "client", "reason", "rounds refused", "rounds failed", "from round to round"]
-    table = tables.markdown_table(heads, rows[:_MOST_ROWS], text_columns=3)
-    hidden = len(rows) - _MOST_ROWS
-    return table if hidden <= 0 else f"{table}\n\n{hidden} more rows are in summary.json."
 
 
 def clients_picture(folder: RunFolder, strategy: str) -> Path:
@@ -197,30 +183,6 @@ def _again(folder: RunFolder) -> str:
     )
 
 
-def _part(kind: str, table: Mapping[str, Any], skip: tuple[str, ...] = ()) -> str:
-    """Return a named part as ``name, what it is (source; setting = value, ...)``."""
-    name = table["name"]
-    entry = entries(kind).get(name)
-    text = f"{name}, {entry.summary}" if entry else f"{name} ({SINGULAR[kind]} given by import path)"
-    settings = _settings({key: value for key, value in table.items() if key not in ("name", *skip)})
-    inner = "; ".join(filter(None, [entry.source if entry else "", settings]))
-    return f"{text} ({inner})" if inner else text
-
-
-def _settings(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {_value(value)}" for key, value in values.items())
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_value, value))
-    if isinstance(value, Mapping):
-        return _settings(value)
-    return tables.NOTHING if value is None else str(value)
-
-
 def _sizes(samples: list[int]) -> str:
     if not samples:
         return ""
@@ -230,7 +192,3 @@ def _sizes(samples: list[int]) -> str:
 def _parameters(environment: Mapping[str, Any]) -> str:
     count = environment.get("parameters")
     return f", {count:,} parameters" if isinstance(count, int) else ""
-
-
-def _bullets(facts: Mapping[str, str]) -> str:
-    return "\n".join(f"- {key}: {value}" for key, value in facts.items())

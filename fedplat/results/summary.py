@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import UserError
 from .folder import RunFolder, write_json
+from .simulated import add_target, device_clients, missed, simulated_summary
+from .values import finite, mean
 
 Record = dict[str, Any]
 
@@ -31,16 +32,18 @@ def summarise(folder: RunFolder) -> Record:
     """Return the summary of a run, finished or not, as plain values.
 
     Accuracies and weights are shares between 0 and 1, seconds are wall time, bytes are those of the arrays
-    sent. A figure that is not known, or not finite because a strategy diverged, is None.
+    sent. A figure that is not known, or not finite because a strategy diverged, is None. Under "simulated"
+    are figures of emulated devices, and ``target`` is the accuracy whose cost is compared, None without.
     """
     config, classes = folder.config, folder.environment.get("classes", ())
     strategies = {}
-    left_out = {}
+    left_out, devices = {}, {}
     for name in config.strategies:
         strategies[name] = strategy_summary(folder.rounds(name), classes) | {
             "finished": folder.log(name).finished
         }
         left_out[name] = replies_left_out(folder.clients(name))
+        devices[name] = device_clients(folder.clients(name)) if strategies[name]["simulated"] else []
     return {
         "scenario": config.name,
         "description": config.description,
@@ -49,8 +52,10 @@ def summarise(folder: RunFolder) -> Record:
         "rounds": config.rounds,
         "finished": all(row["finished"] for row in strategies.values()),
         "versions": {key: folder.environment[key] for key in _VERSIONS if folder.environment.get(key)},
+        "target": add_target(strategies),
         "strategies": strategies,
         "left_out": left_out,
+        **({"devices": devices} if any(devices.values()) else {}),
     }
 
 
@@ -89,7 +94,7 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
     chosen by looking at the test set, so it is no estimate of what the strategy reaches. ``attackers_weight``
     is the mean over the rounds of the share of the new model that came from attackers, ``attack_success`` the
     rate of each attack at the last evaluation, ``detection`` see :func:`_detection`, ``epsilon`` the privacy
-    spent by the end.
+    spent by the end. ``simulated`` see :func:`~fedplat.results.simulated.simulated_summary`.
     """
     trained = [record for record in records if record["round"] > 0]
     evaluated = [record for record in records if record.get("accuracy") is not None]
@@ -132,11 +137,16 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
         },
         "bytes_down": sum(record["bytes_down"] for record in trained),
         "bytes_up": sum(record["bytes_up"] for record in trained),
+        "simulated": simulated_summary(records),
     }
 
 
 def replies_left_out(rows: Iterable[Record]) -> list[Record]:
-    """Return who had replies refused or failed, in how many rounds and why, by client."""
+    """Return who had replies refused or failed, in how many rounds and why, by client.
+
+    What an emulated device did not deliver has one reason for all rounds, such as "late", since the numbers
+    in it differ every time.
+    """
     found: dict[int, Record] = {}
     for row in rows:
         if row["status"] not in ("refused", "failed"):
@@ -144,15 +154,17 @@ def replies_left_out(rows: Iterable[Record]) -> list[Record]:
         client = found.setdefault(
             row["client"],
             {"client": row["client"], "attacker": bool(row.get("attack")), "refused": 0, "failed": 0}
-            | {"first_round": row["round"], "reasons": Counter()},
+            | {"first_round": row["round"], "reasons": {}},
         )
         client[row["status"]] += 1
         client["last_round"] = row["round"]
-        client["reasons"][short_reason(row.get("reason") or row["status"])] += 1
+        reason = missed(row) or short_reason(row.get("reason") or row["status"])
+        of_reason = client["reasons"].setdefault(
+            reason, {"reason": reason, "rounds": 0, "first_round": row["round"]}
+        )
+        of_reason |= {"rounds": of_reason["rounds"] + 1, "last_round": row["round"]}
     for client in found.values():
-        client["reasons"] = [
-            {"reason": reason, "rounds": count} for reason, count in client["reasons"].most_common()
-        ]
+        client["reasons"] = sorted(client["reasons"].values(), key=lambda item: -item["rounds"])
     return [found[number] for number in sorted(found)]
 
 
@@ -165,21 +177,6 @@ def short_reason(reason: str) -> str:
     lines = reason.strip().splitlines() or [""]
     line = lines[0].strip()
     return line if len(line) <= _REASON_LENGTH else line[: _REASON_LENGTH - 1].rstrip() + "…"
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the numbers that are known and finite, None if there are none."""
-    known = [value for value in map(finite, values) if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def finite(value: Any) -> float | None:
-    """Return a number that is one, None for anything else.
-
-    >>> finite(0.5), finite(float("nan")), finite(None)
-    (0.5, None, None)
-    """
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _detection(trained: Sequence[Record]) -> Record:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from .simulated import TARGETS
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -24,15 +27,23 @@ Row = Mapping[str, Any]
 class Column:
     """One figure of a strategy: its CSV name, its heading, where it is found and how it is written.
 
-    ``rank`` says how soon a terminal of 80 columns has room for it; 0 is never.
+    ``rank`` says how soon a terminal of 80 columns has room for it; 0 is never. ``{target}`` in a heading
+    is the accuracy in % at which costs are compared, ``{joules}`` a unit of energy that fits. Without
+    ``zero`` a 0 alone does not show the column. Without ``digits`` there are three significant ones.
     """
 
     key: str
     heading: str
     value: Callable[[Row], float | None]
     scale: float = 1.0
-    digits: int = 2
+    digits: int | None = 2
     rank: int = 0
+    zero: bool = True
+
+    def known(self, row: Row) -> bool:
+        """Return whether this strategy has something to show."""
+        value = self.value(row)
+        return value is not None and (self.zero or value != 0)
 
     def text(self, row: Row) -> str:
         """Return the figure as it is shown."""
@@ -40,8 +51,21 @@ class Column:
         if value is None:
             return NOTHING
         value *= self.scale
+        if self.digits is None:
+            return three_digits(value)
         # A diverging loss may have a dozen digits.
         return f"{value:,.{self.digits}f}" if abs(value) < _LONG else f"{value:.2e}"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits; before the point none is cut.
+
+    >>> three_digits(12345.6), three_digits(0.01234), three_digits(60.0), three_digits(0.0)
+    ('12,346', '0.0123', '60.0', '0')
+    """
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
 def _best(row: Row) -> float | None:
@@ -65,6 +89,14 @@ def _megabytes(row: Row) -> float | None:
     return (row["bytes_down"] + row["bytes_up"]) / row["rounds"] if row["rounds"] else None
 
 
+def _simulated(key: str) -> Callable[[Row], float | None]:
+    return lambda row: (row.get("simulated") or {}).get(key)
+
+
+def _to_target(key: str) -> Callable[[Row], float | None]:
+    return lambda row: ((row.get("simulated") or {}).get("to_target") or {}).get(key)
+
+
 COLUMNS = (
     Column("accuracy", "accuracy %", lambda row: row["accuracy"], 100, rank=1),
     Column(
@@ -85,6 +117,23 @@ COLUMNS = (
     Column(
         "replies_left_out", "replies refused", lambda row: row["refused"] + row["failed"], digits=0, rank=10
     ),
+    Column(
+        "simulated_seconds_per_round",
+        "simulated s per round",
+        _simulated("per_round_seconds"),
+        1,
+        None,
+        rank=4,
+    ),
+    Column("joules", "{joules}", _simulated("joules"), 1, None, rank=4),
+    Column("late", "late", _simulated("late"), digits=0, rank=4, zero=False),
+    Column("out_of_memory", "out of memory", _simulated("out_of_memory"), digits=0, rank=4, zero=False),
+    Column("dropped", "dropped", _simulated("dropped"), digits=0, rank=4, zero=False),
+    Column(
+        "simulated_seconds_to_target", "simulated s to {target} %", _to_target("seconds"), 1, None, rank=3
+    ),
+    Column("joules_to_target", "{joules} to {target} %", _to_target("joules"), 1, None, rank=7),
+    Column("bytes_to_target", "MB to {target} %", _to_target("bytes"), 1e-6, None, rank=8),
     Column("seconds_per_round", "s per round", lambda row: row["seconds"]["per_round"]["all"], rank=4),
     Column("bytes_per_round", "MB per round", _megabytes, 1e-6),
     Column("best_accuracy_over_rounds", "(best over rounds %)", _best, 100),
@@ -104,11 +153,30 @@ EXPLANATION = (
     "and says nothing about what a strategy reaches."
 )
 
+DEVICES_EXPLANATION = (
+    "Simulated s are simulated seconds: what the rounds would have taken on the devices of the schedule. "
+    "They have nothing to do with the other s, the wall time of the run. J and kJ are the energy that the "
+    "devices spent, on training and on their links. Late, out of memory and dropped count replies over "
+    "all rounds that a device did not deliver: it would have been too late, its memory was too small for "
+    "the training, or it was gone before it had sent. The costs to an accuracy are those up to the first "
+    "evaluation that reaches it, with bytes of both directions; it is the highest of {targets} % that "
+    "every strategy reached, leaving aside those that did not reach the lowest."
+)
+
 
 def shown_columns(summary: Row) -> list[Column]:
-    """Return the columns that hold a figure for at least one strategy."""
-    rows = summary["strategies"].values()
-    return [column for column in COLUMNS if any(column.value(row) is not None for row in rows)]
+    """Return the columns that hold a figure for at least one strategy, in their order."""
+    rows = list(summary["strategies"].values())
+    target = f"{100 * (summary.get('target') or 0):.3g}"
+    most = max((_simulated("joules")(row) or 0.0 for row in rows), default=0.0)
+    unit, scale = ("kJ", 1e-3) if most >= 1e3 else ("J", 1.0)
+    shown = []
+    for column in COLUMNS:
+        if any(map(column.known, rows)):
+            heading = column.heading.replace("{target}", target).replace("{joules}", unit)
+            energy = column.heading.startswith("{joules}")
+            shown.append(replace(column, heading=heading, scale=scale if energy else column.scale))
+    return shown
 
 
 def row_names(summary: Row) -> list[str]:
@@ -135,6 +203,14 @@ def cells(summary: Row) -> list[list[str]]:
         [name, *(column.text(row) for column in columns)]
         for name, row in zip(row_names(summary), rows, strict=True)
     ]
+
+
+def explanation(summary: Row) -> str:
+    """Say what the figures are, those of emulated devices only where there are any."""
+    if not any(row.get("simulated") for row in summary["strategies"].values()):
+        return EXPLANATION
+    targets = ", ".join(f"{100 * target:.3g}" for target in TARGETS)
+    return f"{EXPLANATION} {DEVICES_EXPLANATION.format(targets=targets)}"
 
 
 def headings(summary: Row) -> list[str]:
@@ -167,15 +243,16 @@ def _fitting(summary: Row, width: int) -> list[Column]:
     """Return the columns for so many characters: those of the first ranks that fit, in their usual order."""
     rows, names = summary["strategies"].values(), row_names(summary)
     left = width - 2 - max((len(line) for name in names for line in name.split(" (")), default=0)
-    ranked = sorted((c for c in shown_columns(summary) if c.rank), key=lambda column: column.rank)
+    shown = shown_columns(summary)
+    ranked = sorted((column for column in shown if column.rank), key=lambda column: column.rank)
     chosen = []
     for column in ranked:
         texts = [*_heading_lines(column), *(column.text(row) for row in rows)]
-        left -= 1 + max(map(len, texts))
+        left -= 2 + max(map(len, texts))
         if left < 0:
             break
         chosen.append(column)
-    return [column for column in COLUMNS if column in chosen]
+    return [column for column in shown if column in chosen]
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -197,13 +274,16 @@ def markdown(summary: Row) -> str:
 
 
 def csv_text(summary: Row) -> str:
-    """Return the comparison as CSV: all columns, unrounded, shares between 0 and 1, bytes and seconds."""
+    """Return the comparison as CSV: all columns, unrounded, shares between 0 and 1, bytes, joules and s."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["strategy", "rounds", "finished", "diverged", *(column.key for column in COLUMNS)])
+    writer.writerow(
+        ["strategy", "rounds", "finished", "diverged", *(column.key for column in COLUMNS), "target"]
+    )
     for name, row in summary["strategies"].items():
         state = [name, row["rounds"], str(row["finished"]).lower(), str(row["diverged"]).lower()]
-        writer.writerow([*state, *("" if (v := c.value(row)) is None else v for c in COLUMNS)])
+        values = [*(column.value(row) for column in COLUMNS), summary.get("target")]
+        writer.writerow([*state, *("" if value is None else value for value in values)])
     return file.getvalue()
 
 

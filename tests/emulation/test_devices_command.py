@@ -2,12 +2,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fedplat import experiment
+from fedplat.cli import main
+from fedplat.cli.common import load_config
 from fedplat.cli.devices import app
 from fedplat.emulation import DeviceLogs, generate, read_logs
 from fedplat.emulation.figures import draw_logs
+from fedplat.emulation.situation import devices_of
 from fedplat.emulation.summary import Summary
 from fedplat.errors import UserError
 
@@ -87,3 +92,96 @@ def test_logs_of_one_sample_and_of_zeros_can_be_drawn() -> None:
     ]
     draw_logs(DeviceLogs(tuple(lone)), Path("y.png"), "nine")
     assert Path("y.png").exists()
+
+
+SCENARIO = """rounds = 6
+data.name = "digits"
+model.name = "mlp"
+partition = {name = "iid", clients = 4}
+
+[devices]
+name = "uniform"
+memory_mb = [200, 300]
+down_mbps = [10, 20]
+up_mbps = [1, 2]
+availability = 0.5
+
+[variants.gone.emulation]
+drop_probability = 1.0
+"""
+
+
+def no_data(_: object) -> None:
+    raise AssertionError("the data is not needed to say what devices have")
+
+
+def table_of(told: str) -> list[list[str]]:
+    return [words for line in told.splitlines() if (words := line.split()) and words[0].isdigit()]
+
+
+def test_the_devices_of_a_scenario_are_printed_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "load_data", no_data)
+    Path("mine.toml").write_text(SCENARIO)
+    told = run("mine.toml", "--png", "a/b.png")
+    assert told.startswith("mine: devices uniform, availability always, seed 1; 4 clients, 6 rounds, ")
+    assert Path("a/b.png").read_bytes().startswith(b"\x89PNG")
+    found = devices_of(load_config("mine.toml", None, None), 4, lambda: np.zeros((4, 1), np.int64))
+    assert found is not None
+    there = found.schedule.available[0]
+    first = table_of(told)[0]
+    assert len(table_of(told)) == 4
+    assert first[1] == f"{found.schedule.memory_bytes[0][there].min() / 1e6:.0f}"
+    assert first[2] == f"{np.median(found.schedule.memory_bytes[0][there]) / 1e6:.0f}"
+    assert first[3] == f"{np.median(found.schedule.down_bps[0][there]) / 1e6:.3g}"
+    assert first[5:] == [f"{found.hardware.cpu_hz[0] / 1e9:.3g}", f"{there.mean():.0%}"]
+
+
+def test_options_and_variants_of_a_scenario_are_heeded() -> None:
+    Path("mine.toml").write_text(SCENARIO)
+    tables = [run("mine.toml", *more) for more in ([], [], ["--seed", "2"])]
+    assert tables[0] == tables[1] != tables[2]
+    assert len(list(Path("runs").glob("devices-mine-*.png"))) == 2
+    told = run("mine.toml:gone", "--set", "devices.availability=1.0", "--most", "3")
+    assert told.startswith("mine-gone: ")
+    assert [row[-2:] for row in table_of(told)] == [["100%", "6"]] * 3
+    assert "and 1 more; --most lists more of them" in told
+
+
+def test_a_device_that_is_never_there_has_no_numbers() -> None:
+    Path("mine.toml").write_text(SCENARIO)
+    told = run("mine.toml", "--set", "devices.availability=0.0")
+    assert [row[1:5] for row in table_of(told)] == [["–"] * 4] * 4
+
+
+def test_devices_without_limits_are_told_as_such() -> None:
+    told = run("quickstart", "--set", "emulation.drop_probability=0.5", "--most", "1")
+    assert table_of(told)[0][1:3] == ["no", "limit"]
+
+
+def test_availability_that_depends_on_labels_looks_at_the_data() -> None:
+    told = run("quickstart", "--set", "availability.name=label-dependent")
+    assert "availability label-dependent" in told
+    assert len(table_of(told)) == 20
+
+
+def test_a_scenario_without_devices_is_told_what_to_add() -> None:
+    with pytest.raises(UserError, match=r"add a table \[devices\]"):
+        run("quickstart")
+
+
+def test_a_mistyped_command_is_told_and_so_is_a_mistyped_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "shwo", "synthetic"]) == 2
+    assert "No such command 'shwo'. Did you mean 'show'?" in capsys.readouterr().err
+    assert main(["devices", "quickstrat"]) == 2
+    assert "unknown scenario 'quickstrat': did you mean 'quickstart'?" in capsys.readouterr().err
+    assert main(["devices", "nothing.toml"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    assert main(["devices", "quickstart", "--png", "x.pdf"]) == 2
+    assert "ends in .png" in capsys.readouterr().err
+
+
+def test_the_commands_for_logs_are_listed_and_the_hidden_one_is_not() -> None:
+    told = run("--help")
+    assert "SCENARIO" in told
+    assert "generate" in told
+    assert "schedule" not in told

@@ -7,6 +7,7 @@ from rich.console import Console
 from fedplat.results.progress import Bars, Display, Lines, Track, display
 
 from . import NAN, round_record
+from .device_records import simulated
 
 
 class Clock:
@@ -103,3 +104,29 @@ def test_bars_let_go_of_the_terminal_when_a_run_fails() -> None:
         raise KeyboardInterrupt
     show_cursor = "\x1b[?25h"
     assert console.file.getvalue().count(show_cursor) == 1  # type: ignore[attr-defined]
+
+
+def test_simulated_time_is_told_beside_the_wall_time_left() -> None:
+    file = io.StringIO()
+    known = {"mean": [round_record(n, 0.25, simulated=simulated(n)) for n in range(3)]}
+    shown = display(4, known, Console(file=file))
+    with shown:
+        shown.begin("mean", 2, 4)
+        for number in (3, 4):
+            shown.round("mean", round_record(number, 0.5, simulated=simulated(number)))
+        shown.end("mean")
+    lines = file.getvalue().splitlines()
+    assert lines[1].startswith("mean: round 3/4, accuracy 50.0 %, loss 1, 3 min 00 s simulated, ")
+    assert lines[2] == "mean: round 4/4, accuracy 50.0 %, loss 1, 4 min 00 s simulated"
+
+
+@pytest.mark.parametrize(("width", "told"), [(120, True), (80, False)])
+def test_bars_tell_simulated_time_where_there_is_room(width: int, told: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    shown = display(1, {"mean": []}, console)
+    with shown:
+        shown.begin("mean", 0, 1)
+        shown.round("mean", round_record(1, 0.5, simulated=simulated(1)))
+        shown.end("mean")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("1 min 00 s simulated" in text) == told

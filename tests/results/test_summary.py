@@ -69,13 +69,18 @@ def test_replies_left_out_are_grouped_by_client_and_first_line_of_the_reason(tmp
         {
             "client": 1, "attacker": False, "refused": 1, "failed": 3, "first_round": 1, "last_round": 4,
             "reasons": [
-                {"reason": "ValueError: no", "rounds": 3},
-                {"reason": "'num-examples' is 1000000000000, expected 1 to 1438", "rounds": 1},
+                {"reason": "ValueError: no", "rounds": 3, "first_round": 1, "last_round": 4},
+                {
+                    "reason": "'num-examples' is 1000000000000, expected 1 to 1438", "rounds": 1,
+                    "first_round": 3, "last_round": 3,
+                },
             ],
         },
         {
             "client": 3, "attacker": True, "refused": 1, "failed": 0, "first_round": 2, "last_round": 2,
-            "reasons": [{"reason": "numbers that are not finite", "rounds": 1}],
+            "reasons": [
+                {"reason": "numbers that are not finite", "rounds": 1, "first_round": 2, "last_round": 2}
+            ],
         },
     ]  # fmt: skip
     assert (summary["strategies"]["mean"]["refused"], summary["strategies"]["mean"]["failed"]) == (2, 3)
