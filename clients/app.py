@@ -19,6 +19,7 @@ from fedplat.models.flat import FlatModel
 from fedplat.rng import generator, seeded_torch, torch_seed
 
 from .attacks import dispatch
+from .mods.memory_cap import MemoryCapMod
 from .mods.secure_aggregation import SecureAggregationMod
 from .stacked import Learner, StackedTrainer
 from .stacked.execution import Execution, usual_execution
@@ -48,8 +49,13 @@ class ExperimentApp(GroupApp):
         self._mods_of_honest = [*outer, *inner]
         self._model: FlatModel | None = None
         self._trainer: StackedTrainer | None = None
-        self._stacked = execution.stacked
-        self.group_limit = execution.group
+        caps = [mod for mod in inner if isinstance(mod, MemoryCapMod)]
+        for cap in caps:
+            # A model that is there already would cost the client nothing.
+            cap.forget = self._forget_model
+        # Memory is limited for one client, and estimated for one that is trained by itself.
+        self._stacked = execution.stacked and not caps
+        self.group_limit = 1 if caps else execution.group
         # On a GPU there is one worker, whose groups are therefore always the same.
         self.group_exact = execution.exact or task.device != "cpu"
         self.train()(self._train)
@@ -58,6 +64,9 @@ class ExperimentApp(GroupApp):
         for mod in outer:
             if isinstance(mod, SecureAggregationMod):
                 mod.register(self)
+
+    def _forget_model(self) -> None:
+        self._model = self._trainer = None
 
     def run_group(self, messages: list[Message], contexts: list[Context]) -> list[Message | None]:
         """Train the clients together that can be, and leave the others to be called by themselves."""

@@ -23,6 +23,10 @@ PACKAGES = {
     "models": "fedplat.models",
     "datasets": "fedplat.datasets",
     "partitions": "fedplat.datasets.partition",
+    "devices": "fedplat.emulation",
+    "hardware": "fedplat.emulation",
+    "availability": "fedplat.emulation",
+    "compressors": "fedplat.compression",
 }
 
 # Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name, what
@@ -171,6 +175,38 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("natural", ":natural", "one client per speaker, writer or user", ""),
         ("mud-hog", ":mud_hog", "the split of the MUD-HoG experiments, to the sample",
          _MUD_HOG),
+    ),
+    "devices": (
+        ("unlimited", "modes:unlimited", "more memory and faster links than anything needs", ""),
+        ("trace", "modes:trace", "budgets read from logs of devices", ""),
+        ("uniform", "modes:uniform", "budgets drawn between two numbers, anew for every round",
+         "default memory: Yao, 2024 (arXiv 2409.08858), released code"),
+        ("classes", "modes:classes", "classes of devices with budgets that never change", ""),
+        ("markov", "modes:markov", "devices that move between a good and a bad state", ""),
+    ),
+    "hardware": (
+        ("drawn", "hardware:draw_hardware", "each device's processor and radio drawn between numbers",
+         "usual constants of the literature on hierarchical learning"),
+        ("hierfavg", "hardware:hierfavg_hardware", "equal devices of 1 GHz that send with 0.5 W",
+         "Liu et al., ICC 2020 (HierFAVG), as recalled"),
+    ),
+    "availability": (
+        ("always", "availability:always", "everybody is there in every round", ""),
+        ("bernoulli", "availability:bernoulli", "each device with its own chance, each round anew", ""),
+        ("markov", "availability:markov", "devices come and go in bursts", ""),
+        ("log-normal", "availability:log_normal", "a few devices are nearly always there, others rarely",
+         "FLGo, citing arXiv 2205.06730"),
+        ("daily", "availability:daily", "log-normal chances times a wave over the day", "FLGo"),
+        ("label-dependent", "availability:label_dependent", "devices with low labels are away more often",
+         "FLGo"),
+    ),
+    "compressors": (
+        ("none", "simple:Uncompressed", "models are sent as they are", ""),
+        ("fp16", "simple:HalfPrecision", "updates as 16-bit floats", ""),
+        ("sparse", "simple:Sparse", "models with zeros as a bit mask and the other values, lossless", ""),
+        ("top-k", "top_k:TopK", "the largest changes alone, the rest kept for later rounds",
+         "Stich et al., NeurIPS 2018, for the memory"),
+        ("qsgd", "qsgd:QSGD", "changes rounded at random to a few levels", "Alistarh et al., NeurIPS 2017"),
     ),
 }
 # fmt: on

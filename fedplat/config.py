@@ -155,6 +155,51 @@ class PrivacyConfig(_Strict):
     budget: Annotated[float | None, Field(gt=0, description="epsilon not to be exceeded")] = None
 
 
+class DevicesConfig(Part):
+    """What memory and links each client's device has in each round."""
+
+    kind: ClassVar[str] = "devices"
+    name: str = "unlimited"
+
+
+class HardwareConfig(Part):
+    """How fast the devices compute, and what energy that and their radios take."""
+
+    kind: ClassVar[str] = "hardware"
+    name: str = "drawn"
+
+
+class AvailabilityConfig(Part):
+    """In which rounds a device is there, besides what its log says."""
+
+    kind: ClassVar[str] = "availability"
+    name: str = "always"
+
+
+class EmulationConfig(_Strict):
+    """What happens to clients on emulated devices.
+
+    A round's deadline is in simulated seconds; late replies are dropped, or waited for. A device drops out
+    between training and upload with a probability. The server asks those that are available, or all. Memory
+    is that of the task's tensors and ``overhead_mb`` for what runs it; ``enforce`` runs clients under a real
+    limit, in place of the estimate.
+    """
+
+    deadline_s: Annotated[float | None, Field(gt=0, description="no deadline without it")] = None
+    late: Literal["drop", "wait"] = "drop"
+    drop_probability: Annotated[float, Field(ge=0, le=1, description="gone before the upload")] = 0.0
+    ask: Literal["available", "all"] = "available"
+    overhead_mb: Annotated[float, Field(ge=0, description="what training takes besides tensors")] = 0.0
+    enforce: bool = False
+
+
+class CompressionConfig(Part):
+    """How clients compress what they send."""
+
+    kind: ClassVar[str] = "compressors"
+    name: str = "none"
+
+
 class ExperimentConfig(_Strict):
     """A situation, and the strategies that are run on it.
 
@@ -179,12 +224,27 @@ class ExperimentConfig(_Strict):
     security: SecurityConfig = SecurityConfig()
     aggregation: AggregationConfig = AggregationConfig()
     privacy: PrivacyConfig = PrivacyConfig()
+    devices: DevicesConfig = DevicesConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    availability: AvailabilityConfig = AvailabilityConfig()
+    emulation: EmulationConfig = EmulationConfig()
+    compression: CompressionConfig = CompressionConfig()
     flower: FlowerConfig = FlowerConfig()
     strategy: Any = None
+
+    @property
+    def emulates_devices(self) -> bool:
+        """Whether devices are emulated: one of the tables about them is there."""
+        return bool(self.model_fields_set & set(_ABOUT_DEVICES))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fully resolved configuration as plain values, in the shape of a scenario file."""
         values = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if not self.emulates_devices:
+            for key in _ABOUT_DEVICES:
+                del values[key]
+        if self.compression.name == "none":
+            del values["compression"]
         for table in (values.get("strategy") or {}).values():
             if not table["before"]:
                 del table["before"]
@@ -206,11 +266,17 @@ class ExperimentConfig(_Strict):
         return part
 
 
+_ABOUT_DEVICES = ("devices", "hardware", "availability", "emulation")
+
 _PARTS: dict[str, type[Part]] = {
     "data": DataConfig,
     "partition": PartitionConfig,
     "model": ModelConfig,
     "selection": SelectionConfig,
+    "devices": DevicesConfig,
+    "hardware": HardwareConfig,
+    "availability": AvailabilityConfig,
+    "compression": CompressionConfig,
 }
 
 
@@ -236,6 +302,11 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
             f"{where}: privacy.mode: 'central' has to see each client's update to clip it, which "
             f"aggregation.secure_groups hides; use 'local', or leave one of them out"
         )
+    if config.aggregation.secure_groups and config.compression.name != "none":
+        raise UserError(
+            f"{where}: compression.name: sums of '{config.compression.name}' updates are none of updates, so "
+            f"it does not go with aggregation.secure_groups; leave one of them out"
+        )
     return config
 
 
@@ -243,12 +314,13 @@ def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
     """Return the schema for a file that has these names in it."""
     fields: dict[str, Any] = {}
     for key, base in _PARTS.items():
-        table = raw.get(key)
+        optional = not base.model_fields["name"].is_required()
+        table = raw.get(key, {} if optional else None)
         if isinstance(table, Mapping) and (
             name := table.get("name", base.model_fields["name"].get_default())
         ):
             part = _part_schema(base, name, f"{where}: {key}.name")
-            fields[key] = (part, part() if key == "selection" else ...)
+            fields[key] = (part, Field(default_factory=part) if optional else ...)
     if attacks := _list_schema(AttackConfig, raw.get("attacks"), f"{where}: attacks"):
         fields["attacks"] = (attacks, ...)
     strategies = raw.get("strategies", ("mean",))

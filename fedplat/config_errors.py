@@ -42,6 +42,8 @@ def _keys_at(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
             current = names.get(step)
         else:
             options = get_args(current)
+            if len(options) == 2 and options[1] is Ellipsis:
+                options = (options[0],) * (int(step) + 1 if step.isdigit() else 0)
             current = options[int(step)] if step.isdigit() and int(step) < len(options) else None
     if isinstance(current, type) and issubclass(current, BaseModel):
         return sorted(

@@ -14,20 +14,26 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from . import models, registry
-from .arrays import FlatArrays
+from .arrays import FlatArrays, Layout
 from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
 from .clients.attacks.collusion import Collusion
 from .clients.collusion_grid import CollusionGrid
 from .clients.stacked.execution import Execution, known_execution, measured_execution
 from .clients.task import ClientTask
+from .compression import CompressionGrid, Compressor
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
 from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
+from .emulation.grid import EmulatedGrid
+from .emulation.situation import Devices, devices_of
+from .emulation.timeline import Policy, Timeline
+from .emulation.workload import TaskWork
 from .engines import Engine
 from .errors import UserError
 from .evaluation import evaluation_of
@@ -35,7 +41,7 @@ from .models.flat import FlatModel
 from .protection import colluders_signature, protected
 from .results.folder import RunFolder, StrategyLog
 from .root_training import root_training
-from .round_records import client_records, round_record
+from .round_records import add_devices, client_records, round_record
 from .rounds import EvaluateFn, Round, rounds
 from .security.privacy import BudgetSpent
 from .security.validation import ReplyRules
@@ -74,6 +80,7 @@ class Situation:
     initial: ArrayRecord
     evaluate_fn: EvaluateFn
     execution: Execution | None = None
+    devices: Devices | None = None
 
     @property
     def num_clients(self) -> int:
@@ -103,6 +110,8 @@ def run(
     situation = replace(situation, execution=execution)
     observer.note(f"clients: {engine.summary(execution)}")
     strategies = {name: build_strategy(config, name, situation, engine) for name in config.strategies}
+    if situation.devices:
+        situation.devices.keep_in(folder.path / "devices")
     folder.describe(
         device=situation.task.device,
         classes=list(situation.task.dataset.classes),
@@ -139,13 +148,17 @@ def run_strategy(
             node: attack for node, c in clients.numbers.items() if (attack := situation.task.attacks.get(c))
         }
         signature = colluders_signature(config, simulation=engine.simulated)
-        grid = CollusionGrid(clients.grid, attacks, clients.numbers, signature)
+        grid: Grid = clients.grid
+        if config.compression.name != "none":
+            grid = CompressionGrid(grid, config.compression.build())
+        colluding = CollusionGrid(grid, attacks, clients.numbers, signature)
+        emulated = emulated_grid(colluding, situation, clients.numbers)
         if isinstance(inner := innermost(strategy), FederatedStrategy):
             inner.identities |= clients.identities
         if log.started:
             checkpoint = log.load_checkpoint()
             done, arrays = checkpoint["round"], _record_of(checkpoint["arrays"])
-            grid.load_state_dict(checkpoint.get("collusion", {}))
+            colluding.load_state_dict(checkpoint.get("collusion", {}))
             clients.load_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
             load_state(strategy, checkpoint["strategy"])
         log.rewind(done)
@@ -155,7 +168,7 @@ def run_strategy(
         for current in _within_budget(
             rounds(
                 strategy,
-                grid,
+                emulated or colluding,
                 arrays,
                 config.rounds,
                 timeout=config.timeout,
@@ -169,18 +182,39 @@ def run_strategy(
             rows = client_records(current, strategy, situation.task.attacks)
             malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
             record = round_record(current, rows, strategy, malicious)
+            if emulated:
+                add_devices(record, rows, emulated)
             log.append(record, rows)
             log.save_checkpoint(
                 {
                     "round": current.number,
                     "arrays": state_dict_of(arrays),
                     "nodes": {node: _as_tensor(state) for node, state in clients.states().items()},
-                    "collusion": grid.state_dict(),
+                    "collusion": colluding.state_dict(),
                     "strategy": state_of(strategy),
                 }
             )
             observer.round(name, record)
     log.save_model(state_dict_of(arrays))
+
+
+def emulated_grid(grid: Grid, situation: Situation, clients: Mapping[int, int]) -> EmulatedGrid | None:
+    """Return a grid on which clients are on the situation's devices, around one that runs them at once."""
+    if situation.devices is None:
+        return None
+    emulation, hardware = situation.config.emulation, situation.devices.hardware
+    overhead = round(emulation.overhead_mb * 1e6)
+    policy = Policy(emulation.deadline_s, emulation.late, emulation.enforce, overhead)
+    compressor: Compressor = situation.config.compression.build()
+    return EmulatedGrid(
+        grid,
+        situation.devices.schedule,
+        Timeline(hardware, policy),
+        policy,
+        clients=clients,
+        work_of=TaskWork(situation.task, overhead),
+        least_up=lambda record: compressor.least_bytes(Layout.of_record(record)),
+    )
 
 
 def _within_budget(coming: Iterator[Round]) -> Iterator[Round]:
@@ -242,7 +276,8 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
         every=config.evaluation.every,
         last=config.rounds,
     )
-    return Situation(config, task, initial.to_record(), evaluate_fn)
+    devices = devices_of(config, len(task.parts), lambda: counts_of(task.dataset, task.parts))
+    return Situation(config, task, initial.to_record(), evaluate_fn, devices=devices)
 
 
 def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -> Execution:
@@ -267,7 +302,7 @@ def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -
 def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:
     """Return how each attacking client behaves, by partition."""
     requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for a in config.attacks]
-    counts = None if dataset.is_text else class_counts(dataset.train.y, parts, dataset.num_classes)
+    counts = counts_of(dataset, parts)
     scale = dataset.mean or (0.0,), dataset.std or (1.0,)
     scene = Scene(config.seed, dataset.num_classes, *scale, dataset.sample_shape)
     found: dict[int, Attack] = {}
@@ -287,6 +322,11 @@ def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.nd
     return found
 
 
+def counts_of(dataset: Dataset, parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return how many samples of each class each client has (clients, classes); None for text."""
+    return None if dataset.is_text else class_counts(dataset.train.y, parts, dataset.num_classes)
+
+
 def resolve_device(device: str) -> str:
     """Return ``cuda`` or ``cpu``; raises UserError for a GPU that is not there."""
     available = torch.cuda.is_available()
@@ -304,6 +344,9 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
     part = config.strategy_part(name)
     target, settings = registry.find("strategies", part.name).load(), part.settings()
     clients = situation.num_clients
+    known_devices = (
+        situation.devices.schedule if situation.devices and config.emulation.ask == "available" else None
+    )
     if inspect.isclass(target) and issubclass(target, FederatedStrategy):
         # Data of the server's own are no setting: they are handed to the strategies that ask for them.
         if issubclass(target, FLTrust):
@@ -315,6 +358,7 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
             seed=config.seed,
             rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
             fraction_evaluate=0.0,
+            devices=known_devices,
             **{"min_nodes": clients, **engine.waits},
         )
         inner = cast(FederatedStrategy, strategy)

@@ -9,6 +9,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import Strategy
 
+from .clients.mods.compression import CompressionMod
+from .clients.mods.memory_cap import MemoryCapMod
 from .clients.mods.privacy import LocalPrivacyMod
 from .clients.mods.secure_aggregation import SecureAggregationMod
 from .clients.mods.signing import SigningMod
@@ -27,7 +29,9 @@ def client_mods(
 ) -> tuple[list[Mod], list[Mod]]:
     """Return the mods of a client inside and outside of its attack, if it has one.
 
-    An attacker keeps to no clipping, but signs and masks what it sends, as it otherwise had no say at all.
+    An attacker keeps to no clipping, but signs, masks and compresses what it sends, as it otherwise had no
+    say at all. What is signed is the model that the server will decode. A limit of memory is around the
+    training alone.
     In a ``simulation`` keys and noise follow from the run's seed. ``least_members`` is the smallest number of
     updates in a sum that the client lets its own be part of.
     """
@@ -40,11 +44,15 @@ def client_mods(
                 seed=config.seed if simulation else None,
             )
         )
+    if config.emulation.enforce:
+        inner.append(MemoryCapMod())
     outer: list[Mod] = []
     if config.security.signed_updates:
         outer.append(SigningMod.for_simulation(config.seed) if simulation else SigningMod.from_node_config())
     if config.aggregation.secure_groups:
         outer.append(SecureAggregationMod(least_members=least_members))
+    if config.compression.name != "none":
+        outer = [CompressionMod(config.compression.build(), config.seed, within=outer)]
     return inner, outer
 
 

@@ -58,6 +58,10 @@ SINGULAR = {
     "models": "model",
     "datasets": "dataset",
     "partitions": "partition",
+    "devices": "kind of devices",
+    "hardware": "hardware",
+    "availability": "availability",
+    "compressors": "compressor",
 }
 KINDS = tuple(SINGULAR)
 

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from .clients.attacks import Attack
+from .emulation.grid import EmulatedGrid
 from .evaluation import SUCCESS
 from .results.detection import detection
 from .rounds import Round
@@ -77,3 +78,14 @@ def round_record(
         "bytes_up": current.bytes_up,
         "seconds": current.seconds,
     }
+
+
+def add_devices(record: dict[str, Any], clients: list[dict[str, Any]], grid: EmulatedGrid) -> None:
+    """Add to a round and its clients what the devices spent; traffic becomes that over their links."""
+    devices = {device.client: device for device in grid.devices_in(record["round"])}
+    record["simulated"] = grid.record(record["round"])
+    record["bytes_down"] = sum(device.bytes_down for device in devices.values())
+    record["bytes_up"] = sum(device.bytes_up for device in devices.values())
+    for row in clients:
+        if device := devices.get(row["client"]):
+            row["device"] = device.record()

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from .arrays import payload_bytes
+from .compression.wire import wire_bytes
 from .runtime.waves import engine_for, in_waves
 from .security.validation import array_records
 from .strategies.composed import FederatedStrategy
@@ -108,7 +109,7 @@ def _train(
         return new_arrays
     with _timed(current, "train"):
         replies = list(grid.send_and_receive(messages=messages, timeout=timeout))
-    current.bytes_down, current.bytes_up = _array_bytes(messages), _array_bytes(replies)
+    current.bytes_down, current.bytes_up = _array_bytes(messages), sum(map(wire_bytes, replies))
     current.failures = _failures(messages, replies)
     with _timed(current, "aggregate"):
         new_arrays, current.train_metrics = strategy.aggregate_train(current.number, replies)
@@ -125,7 +126,7 @@ def _passing(current: Round, messages: list[Message], replies: Iterator[Message]
         current.seconds["train"] += time.perf_counter() - start
         if reply is None:
             return
-        current.bytes_up += _array_bytes([reply])
+        current.bytes_up += wire_bytes(reply)
         current.failures.pop(reply.metadata.src_node_id, None)
         current.failures |= _failures([], [reply])
         yield reply

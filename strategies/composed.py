@@ -17,22 +17,25 @@ from flwr.serverapp.strategy import Strategy
 
 from fedplat.arrays import FlatArrays, Layout
 from fedplat.compat import MessageType
+from fedplat.emulation.schedule import DeviceSchedule
 from fedplat.rng import generator
 from fedplat.security.validation import ReplyRefused, ReplyRules, is_refusal, scalar_metrics
 from fedplat.spill import give_back_freed_memory
 from fedplat.threads import one_thread
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate
-from .nodes import Node, NodeDirectory, sender
+from .aggregators import Aggregate, Aggregator, InfeasibleError, RoundPlan, RunningAggregate
+from .nodes import Node, NodeDirectory, budget_of, present, sender
 from .parts import rules_of, selector_of
 from .preaggregators import PreAggregator, Preprocessed
 from .replies import (
     STREAM_ABOVE,
     TRIM_EVERY,
     Accepted,
+    accepted_reports,
     new_model,
     rows_per_block,
+    stack_coverage,
     weighted_metrics,
 )
 from .reports import ClientReport
@@ -60,6 +63,9 @@ class FederatedStrategy(Strategy):
     ``identities`` gives, by node id, the number under which rules remember a client, where that is not the
     node id itself but, for instance, tied to a key.
 
+    ``devices`` says what each node has in each round: who is away is not asked, sub-models are fitted to it,
+    and a round in which too few are there for the aggregator leaves the model as it is.
+
     A round whose updates take more than ``stream_above`` bytes is combined in blocks as the replies come, if
     the rule can do that and nothing but the rule needs to see the updates; see :meth:`replies_at_a_time`.
     """
@@ -78,6 +84,7 @@ class FederatedStrategy(Strategy):
         min_nodes: int = 1,
         node_wait: float = 300.0,
         stream_above: int = STREAM_ABOVE,
+        devices: DeviceSchedule | None = None,
         fraction_train: float = 1.0,
         min_train_nodes: int = 1,
         min_evaluate_nodes: int = 1,
@@ -99,6 +106,7 @@ class FederatedStrategy(Strategy):
         self._seed = seed
         self._fraction_evaluate = fraction_evaluate
         self._stream_above = stream_above
+        self._devices = devices
         self._keys = arrayrecord_key, configrecord_key
         needed = max(min_nodes, min_train_nodes, min_evaluate_nodes, min_available_nodes)
         self._nodes = NodeDirectory(needed, node_wait)
@@ -118,7 +126,7 @@ class FederatedStrategy(Strategy):
         """
         nodes = self._nodes.online(grid)
         self.aggregator.check(self.selector.count(len(nodes)))
-        chosen = self.selector.select(nodes, generator(self._seed, "select", server_round), server_round)
+        chosen = self._chosen(present(nodes, self._devices, server_round), server_round)
         # Floating arrays of any width take part in the arithmetic; they are sent in their own type.
         self._reference = FlatArrays.of_record(arrays, Layout.of_record(arrays, promote=True))
         self._assigned = {}
@@ -126,7 +134,7 @@ class FederatedStrategy(Strategy):
         layouts: dict[SubModelSpec, Layout] = {}
         messages = []
         for node in chosen:
-            spec = self.submodels.assign(node, None, server_round)
+            spec = self.submodels.assign(node, budget_of(self._devices, node, server_round), server_round)
             if spec not in contents:
                 part = self.submodels.extract(self._reference, spec)
                 record = arrays if part is self._reference else part.to_record()
@@ -139,6 +147,17 @@ class FederatedStrategy(Strategy):
         self._plan = _plan(self._reference, server_round, len(messages))
         self._asked = [message.metadata for message in messages]
         return messages
+
+    def _chosen(self, nodes: list[Node], server_round: int) -> list[Node]:
+        """Return the participants of a round; nobody if too few nodes are there."""
+        if not nodes:
+            return []
+        try:
+            self.aggregator.check(self.selector.count(len(nodes)))
+        except InfeasibleError as error:
+            log.warning("round %d: nobody is asked, with %d nodes there: %s", server_round, len(nodes), error)
+            return []
+        return self.selector.select(nodes, generator(self._seed, "select", server_round), server_round)
 
     def replies_at_a_time(self) -> int | None:
         """Return how many replies of the round just configured are combined at a time; None means all.
@@ -290,7 +309,7 @@ class FederatedStrategy(Strategy):
             reference,
             [self._identity(n.node_id) for n in nodes],
             counts,
-            _stack_coverage(coverages, reference.layout),
+            stack_coverage(coverages, reference.layout),
         )
         finite = updates.finite_rows()
         for node, count, ok in zip(nodes, counts, finite, strict=True):
@@ -362,21 +381,9 @@ class FederatedStrategy(Strategy):
 
     def _report_accepted(self, accepted: Accepted, aggregate: Aggregate) -> None:
         node_of = {self._identity(node_id): node_id for node_id in self._assigned}
-        for i, identity in enumerate(accepted.node_ids.tolist()):
-            node_id = node_of.get(identity, identity)
-            self.reports.append(
-                ClientReport(
-                    node_id,
-                    self.client_of(node_id),
-                    "accepted",
-                    num_examples=int(accepted.num_examples[i]),
-                    weight=float(aggregate.weights[i]),
-                    verdict=aggregate.verdicts.get(i, ""),
-                    update_norm=float(accepted.update_norms[i]),
-                    metrics=accepted.metrics[i],
-                    scores={name: float(values[i]) for name, values in aggregate.scores.items()},
-                )
-            )
+        node_ids = [node_of.get(identity, identity) for identity in accepted.node_ids.tolist()]
+        clients = [self.client_of(node_id) for node_id in node_ids]
+        self.reports += accepted_reports(accepted, aggregate, node_ids, clients)
         self.reports.sort(key=lambda report: report.client)
 
 
@@ -389,10 +396,3 @@ def _plan(reference: FlatArrays, server_round: int, clients: int) -> RoundPlan:
     # torch warns about read-only memory; the reference is only ever read.
     vector = reference.vector if reference.vector.flags.writeable else reference.vector.copy()
     return RoundPlan(torch.from_numpy(vector), reference.layout.num_params, server_round, clients)
-
-
-def _stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> torch.Tensor | None:
-    if all(coverage is None for coverage in coverages):
-        return None
-    everything = torch.ones(layout.dim, dtype=torch.bool)
-    return torch.stack([everything if c is None else c for c in coverages])

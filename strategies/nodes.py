@@ -11,6 +11,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedplat.compat import SERVER_NODE_ID, ErrorCode, MessageType
+from fedplat.emulation.schedule import Budget, DeviceSchedule
 from fedplat.errors import UserError
 
 log = logging.getLogger("fedplat")
@@ -30,6 +31,18 @@ class Node:
     def key(self) -> int:
         """The number that orders nodes and seeds their draws."""
         return self.node_id if self.partition is None else self.partition
+
+
+def budget_of(devices: DeviceSchedule | None, node: Node, server_round: int) -> Budget | None:
+    """Return what a node's device has in a round; None for one that is not emulated."""
+    known = devices is not None and node.partition is not None and node.partition < devices.nodes
+    return devices[node.key, server_round] if devices is not None and known else None
+
+
+def present(nodes: list[Node], devices: DeviceSchedule | None, server_round: int) -> list[Node]:
+    """Return the nodes whose devices are there in a round."""
+    budgets = ((node, budget_of(devices, node, server_round)) for node in nodes)
+    return [node for node, budget in budgets if budget is None or budget.available]
 
 
 def sender(reply: Message, asked: Mapping[str, int]) -> int:

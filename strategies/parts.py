@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from fedplat.emulation.schedule import DeviceSchedule
 from fedplat.security.validation import ReplyRules
 
 from .preaggregators import PreAggregator
@@ -26,6 +27,7 @@ class StrategyParts(TypedDict, total=False):
     min_nodes: int
     node_wait: float
     stream_above: int
+    devices: DeviceSchedule
     fraction_train: float
     min_train_nodes: int
     min_evaluate_nodes: int

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedplat.arrays import FlatArrays, Layout
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate
+from .reports import ClientReport
 
 STREAM_ABOVE = 1 << 30
 """Bytes of a round's updates up to which they are combined at once, where nothing else is said."""
@@ -95,3 +97,31 @@ def weighted_metrics(
         if 2 * len(having) > len(metrics):
             averages[name] = float(sum(s * value for s, value in having) / sum(s for s, _ in having))
     return averages
+
+
+def stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> torch.Tensor | None:
+    """Return which elements each reply covers as a matrix (n, d); None if all of them cover everything."""
+    if all(coverage is None for coverage in coverages):
+        return None
+    everything = torch.ones(layout.dim, dtype=torch.bool)
+    return torch.stack([everything if c is None else c for c in coverages])
+
+
+def accepted_reports(
+    accepted: Accepted, aggregate: Aggregate, node_ids: Sequence[int], clients: Sequence[int]
+) -> list[ClientReport]:
+    """Return the reports on the replies that were combined, in their order."""
+    return [
+        ClientReport(
+            node_id,
+            client,
+            "accepted",
+            num_examples=int(accepted.num_examples[i]),
+            weight=float(aggregate.weights[i]),
+            verdict=aggregate.verdicts.get(i, ""),
+            update_norm=float(accepted.update_norms[i]),
+            metrics=accepted.metrics[i],
+            scores={name: float(values[i]) for name, values in aggregate.scores.items()},
+        )
+        for i, (node_id, client) in enumerate(zip(node_ids, clients, strict=True))
+    ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Those that run when none is named, and those that only run when they are.
 ALL = ("engines", "aggregators", "scale")
-WHICH = (*ALL, "signing", "secure-aggregation", "federation")
+WHICH = (*ALL, "signing", "secure-aggregation", "compression", "enforcement", "federation")
 # What --only may name, and which of the options each benchmark knows, by the name of its setting.
 PARTS = {
     "engines": ("training", "no-op", "gpu"),
@@ -33,17 +33,17 @@ PARTS = {
 _ONLY = {"engines": "parts", "aggregators": "rules", "scale": "strategies", "federation": "parts"}
 _AGAINST = {"engines": "engines", "aggregators": "libraries"}
 _KNOWN = {
-    "--models": dict.fromkeys(("engines", "scale", "secure-aggregation"), "models"),
+    "--models": dict.fromkeys(("engines", "scale", "secure-aggregation", "enforcement"), "models"),
     "--clients": dict.fromkeys((*ALL, "secure-aggregation", "federation"), "clients"),
-    "--batch": {"engines": "batches"},
+    "--batch": dict.fromkeys(("engines", "enforcement"), "batches"),
     "--samples": {"engines": "samples"},
     "--parameters": {"aggregators": "parameters"},
     "--against": _AGAINST,
     "--threads": {"aggregators": "threads"},
-    "--megabytes": {"signing": "megabytes"},
+    "--megabytes": dict.fromkeys(("signing", "compression"), "megabytes"),
     "--minutes": {"federation": "minutes"},
     "--keep": {"federation": "keep"},
-    "--repeats": dict.fromkeys((*ALL, "signing", "secure-aggregation"), "repeats"),
+    "--repeats": dict.fromkeys((*ALL, "signing", "secure-aggregation", "compression"), "repeats"),
     "--seed": dict.fromkeys(WHICH, "seed"),
     "--limit": dict.fromkeys((*ALL, "federation"), "limit"),
 }
@@ -70,7 +70,7 @@ def benchmark(
         ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(metavar="N,M", help="Batch sizes of engines.", show_default="10,64")
+        str | None, typer.Option(metavar="N,M", help="Batch sizes to train with.", show_default="10,64")
     ] = None,
     samples: Annotated[
         int | None,
@@ -97,7 +97,9 @@ def benchmark(
     ] = None,
     megabytes: Annotated[
         str | None,
-        typer.Option(metavar="N,M", help="Sizes of replies for signing, in MB.", show_default="1,10,100"),
+        typer.Option(
+            metavar="N,M", help="Sizes of replies to sign or compress, in MB.", show_default="1,10,100"
+        ),
     ] = None,
     minutes: Annotated[
         float | None,
@@ -127,7 +129,9 @@ def benchmark(
     WHICH is engines (training rounds, clients that do nothing), aggregators
     (time and memory of the rules) or scale (10,000 clients); without it these
     three run, which takes hours. Or it is signing (of replies),
-    secure-aggregation (its seconds and bytes per client) or federation (a
+    secure-aggregation (its seconds and bytes per client), compression (of
+    updates: how much smaller, and how long it takes), enforcement (the least
+    limit of memory that a model trains under, beside its estimate) or federation (a
     SuperLink and SuperNodes on this machine: the same results as without, and
     nothing lost when they are killed). The extra "bench" of this package brings
     pfl and ByzFL. Exit status 1: engines that did the same work came to different
@@ -212,6 +216,8 @@ def _run(settings: dict[str, dict[str, Any]], quick: bool, out: Path) -> None:
 
     from ..experiments.benchmarks import (
         aggregators,
+        compression,
+        enforcement,
         engines,
         federation,
         scale,
@@ -228,6 +234,8 @@ def _run(settings: dict[str, dict[str, Any]], quick: bool, out: Path) -> None:
         "scale": scale,
         "signing": signing,
         "secure-aggregation": secure_aggregation,
+        "compression": compression,
+        "enforcement": enforcement,
         "federation": federation,
     }
     reports: list[Report] = []

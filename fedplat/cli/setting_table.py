@@ -74,7 +74,11 @@ def value_text(value: Any) -> str:
     >>> value_text((200, 200)), value_text(True), value_text("delta"), value_text(None)
     ('[200, 200]', 'true', '"delta"', 'nothing')
     """
-    return "nothing" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return "nothing" if value is None else json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def all_settings(kind: str, target: Callable[..., Any]) -> list[Setting]:

@@ -27,6 +27,10 @@ _IN_A_SCENARIO = {
     "models": '[model], name = "{name}"',
     "datasets": '[data], name = "{name}"',
     "partitions": '[partition], name = "{name}"',
+    "devices": '[devices], name = "{name}"',
+    "hardware": '[hardware], name = "{name}"',
+    "availability": '[availability], name = "{name}"',
+    "compressors": '[compression], name = "{name}"',
 }
 
 

@@ -63,7 +63,10 @@ def test_list_of_a_kind_lists_only_that(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["list", "attack"], "unknown kind 'attack': did you mean 'attacks'? Allowed: attacks, datasets"),
+        (
+            ["list", "attack"],
+            "unknown kind 'attack': did you mean 'attacks'? Allowed: attacks, availability, compressors, d",
+        ),
         (["lst"], "No such command 'lst'. Did you mean 'list'?\n"),
         (["run"], "Missing argument 'SCENARIO'.\nTry 'fedplat run --help'"),
         (["run", "quickstart", "--wrokers", "2"], "--wrokers"),
