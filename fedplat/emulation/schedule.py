@@ -319,4 +319,4 @@ def _of_units(
 
 
 def _whole(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18
+    return text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < 1 << 63

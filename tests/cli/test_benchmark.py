@@ -33,7 +33,7 @@ def test_help_imports_nothing_slow() -> None:
         (["engines", "--against", "ry"], "unknown engine 'ry': did you mean 'ray'?"),
         (["aggregators", "--against", "byzlf"], "unknown library 'byzlf': did you mean 'byzfl'?"),
         (["scale", "--models", "softmix"], "unknown model 'softmix': did you mean 'softmax'?"),
-        (["scale", "--batch", "10"], "--batch belongs to engines, not to scale"),
+        (["scale", "--batch", "10"], "--batch belongs to engines and enforcement, not to scale"),
         (["engines", "--clients", "ten"], "--clients: expected numbers from 1 on"),
         (["engines", "--clients", "0"], "--clients: expected numbers from 1 on"),
         (["engines", "--repeats", "0"], "--repeats"),
