@@ -107,10 +107,12 @@ class Layout:
 
     @classmethod
     def of_record(cls, record: ArrayRecord, promote: bool = False) -> Layout:
-        """Lay out the arrays of a Flower record."""
+        """Lay out the arrays of a Flower record: all floating ones in the vector with ``promote``."""
         source = FlatArrays.behind(record)
-        if source is not None and not (promote and source.layout.has_other_floats):
-            return source.layout
+        if source is not None:
+            known = source.layout
+            if not (known.has_other_floats if promote else known.has_promoted):
+                return known
         decoded = {name: peek(array) for name, array in record.items()}
         return cls.of({name: (a.shape, a.dtype.name) for name, a in decoded.items()}, promote=promote)
 
@@ -128,6 +130,11 @@ class Layout:
     def has_other_floats(self) -> bool:
         """Whether floating arrays lie in the side block because they are not float32."""
         return any(not e.in_vector and np.dtype(e.dtype).kind == "f" for e in self.entries)
+
+    @property
+    def has_promoted(self) -> bool:
+        """Whether floating arrays of another type than float32 lie in the vector, as float32."""
+        return any(e.in_vector and e.dtype != "float32" for e in self.entries)
 
     def new(self) -> FlatArrays:
         """Allocate zeroed memory for one model of this layout."""
@@ -173,7 +180,8 @@ class FlatArrays:
     def fill(self, record: ArrayRecord) -> FlatArrays:
         """Copy a record's arrays in, matched by name; raises LayoutError where it does not fit."""
         source = FlatArrays.behind(record)
-        if source is not None and source.layout == self.layout:
+        # Promoted arrays may have more digits in memory than in the record.
+        if source is not None and source.layout == self.layout and not self.layout.has_promoted:
             self.vector[:] = source.vector
             self.side[:] = source.side
             return self

@@ -26,7 +26,9 @@ _SHOWN = 60  # characters of another party's text in a reason
 def reference_of(record: ArrayRecord, compressor: Compressor) -> FlatArrays:
     """Return a model that was sent, in the layout in which it is compressed; a view where possible."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return FlatArrays.of_record(record, working_layout(Layout.of_record(record), compressor))
+        layout = working_layout(Layout.of_record(record), compressor)
+        # The memory behind a record may hold more digits of promoted arrays than travel.
+        return layout.new().fill(record) if layout.has_promoted else FlatArrays.of_record(record, layout)
 
 
 def is_training(message: Message) -> bool:

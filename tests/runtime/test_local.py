@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum
 
-from fedplat.arrays import FlatArrays
+from fedplat.arrays import FlatArrays, Layout
 from fedplat.runtime.local import LocalGrid
 
 from ..flower_apps import plain_app, record, with_workers_after
@@ -402,3 +402,21 @@ def test_where_a_fork_could_not_train_clients_run_in_this_process() -> None:
     )
     assert printed == "[False, False] 0"
     assert "clients run one after another in this process" in warnings
+
+
+def test_arrays_of_double_precision_keep_it_in_later_rounds_too() -> None:
+    app, seen = ClientApp(), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        third = message.content["arrays"]["w"].numpy() + 1 / 3
+        metrics = MetricRecord({"num-examples": 1, "third": float(third[0])})
+        return Message(RecordDict({"arrays": record(w=third), "metrics": metrics}), reply_to=message)
+
+    with LocalGrid(app, 2, workers=2) as grid:
+        # As fedplat's strategies hand models on: doubles promoted into the float32 vector.
+        start = record(w=np.zeros(3))
+        sent = FlatArrays.of_record(start, Layout.of_record(start, promote=True)).to_record()
+        for reply in ask(grid, sent):
+            seen.append((float(reply.content["arrays"]["w"].numpy()[0]), reply.content["metrics"]["third"]))
+    assert seen == [(1 / 3, 1 / 3)] * 2
