@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -27,9 +28,9 @@ class ClientUpdates:
     ``params`` (n, d) float32 holds the models the clients returned, ``reference`` (d,) the model they were
     sent, ``num_examples`` (n,) int64 what they claim to have trained on, ``update_norms`` (n,) float64 the L2
     norms of their updates, buffers left out. ``coverage`` (n, d) bool tells which elements a client trained;
-    None means all. ``server_round`` is the round's number, and ``refused`` names the nodes whose replies were
-    not valid in this round. Treat every array as read-only: rows may be views of memory that Flower's records
-    share.
+    None means all, and elsewhere ``params`` has the reference's value. ``server_round`` is the round's
+    number, and ``refused`` names the nodes whose replies were not valid in this round. Treat every array as
+    read-only: rows may be views of memory that Flower's records share.
     """
 
     layout: Layout
@@ -69,6 +70,11 @@ class ClientUpdates:
             update_norms(params[:, :p], sent[:p]),
             coverage,
         )
+
+    @cached_property
+    def partial(self) -> torch.Tensor | None:
+        """``coverage`` if some client did not train everything, else None."""
+        return None if self.coverage is None or bool(self.coverage.all()) else self.coverage
 
     def deltas(self) -> torch.Tensor:
         """Return params − reference, (n, d); a new tensor."""

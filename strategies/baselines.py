@@ -20,6 +20,7 @@ from .aggregators import (
     weighted_median,
 )
 from .aggregators.coordinatewise import check_trim, trim_count
+from .aggregators.coverage import Covered
 from .aggregators.running import RunningMean
 from .composed import FederatedStrategy
 from .parts import StrategyParts
@@ -33,7 +34,8 @@ class MeanRule(CoordinateWise):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the mean."""
-        return mean(updates.params, torch.from_numpy(updates.num_examples) if self.weighted else None)
+        weights = torch.from_numpy(updates.num_examples) if self.weighted else None
+        return mean(updates.params, weights, Covered.by(updates))
 
     def running(self, plan: RoundPlan) -> RunningAggregate:
         """Return the mean as a sum that grows."""
@@ -49,8 +51,9 @@ class MedianRule(CoordinateWise):
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the median."""
         if self.weighted:
-            return weighted_median(updates.params, torch.from_numpy(updates.num_examples))
-        return median(updates.params)
+            weights = torch.from_numpy(updates.num_examples)
+            return weighted_median(updates.params, weights, Covered.by(updates))
+        return median(updates.params, Covered.by(updates))
 
 
 class TrimmedMeanRule(CoordinateWise):
@@ -66,14 +69,15 @@ class TrimmedMeanRule(CoordinateWise):
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the trimmed mean; with fewer replies than planned, trim as many as leave one."""
         n = len(updates)
-        return trimmed_mean(updates.params, min(trim_count(self.beta, n), (n - 1) // 2))
+        trim = min(trim_count(self.beta, n), (n - 1) // 2)
+        return trimmed_mean(updates.params, trim, Covered.by(updates))
 
 
 class Mean(FederatedStrategy):
     """Federated averaging: the mean of the clients' models, weighted by sample count.
 
-    w ← Σᵢ nᵢ wᵢ / Σᵢ nᵢ. One bad client moves it as far as it likes. ``weighted=False`` gives every client
-    the same weight. O(n·d). McMahan et al., AISTATS 2017.
+    w ← Σᵢ nᵢ wᵢ / Σᵢ nᵢ, of sub-models over those who cover an element. One bad client moves it as far as it
+    likes. ``weighted=False`` gives every client the same weight. O(n·d). McMahan et al., AISTATS 2017.
 
         Mean().start(grid, initial_arrays, num_rounds=10)
     """

@@ -17,6 +17,7 @@ from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, median
 from .aggregators.coordinatewise import shares_of, weighted_sum
+from .aggregators.coverage import Covered, Peers, covered_mean, covered_step, peer_cosines
 from .aggregators.credibility import Attitude, History, Mix, attitudes, cosines, mixed, updated
 from .composed import FederatedStrategy
 from .fed_credit_running import RunningCredit, RunningOldCredit, clipped_to_median, outcome
@@ -53,15 +54,22 @@ class CredibilityRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Judge the clients, update their credibility, and combine their models."""
-        nodes, similarity = updates.node_ids.tolist(), self._similarity(updates)
-        weights, added, after = self.judged(nodes, updates.num_examples, similarity)
+        nodes, (similarity, peers) = updates.node_ids.tolist(), self._similarity(updates)
+        weights, added, after = self.judged(nodes, updates.num_examples, similarity, peers)
         self.remember(nodes, updates.refused, similarity, after)
         return outcome(self._combined(updates, weights), weights, added, similarity, after)
 
     def judged(
-        self, nodes: Sequence[int], counts: NDArray[np.int64], similarity: torch.Tensor
+        self,
+        nodes: Sequence[int],
+        counts: NDArray[np.int64],
+        similarity: torch.Tensor,
+        peers: Peers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return weights, what the round adds to the credibilities, and these afterwards, all (n,)."""
+        """Return weights, what the round adds to the credibilities, and these afterwards, all (n,).
+
+        With ``peers`` a client's similarity is judged by that of others over the same elements.
+        """
         before = self.credibilities(nodes)
         last = [self.last_similarity.get(node, math.nan) for node in nodes]
         added = attitudes(
@@ -71,6 +79,7 @@ class CredibilityRule(Aggregator):
             rho=self.settings.rho,
             gamma=self.settings.gamma,
             previous=torch.tensor(last, dtype=torch.float64),
+            peers=peers,
         )
         after = updated(before, added, self.settings.decay, self.settings.history)
         shares = shares_of(torch.from_numpy(counts) if self.settings.base == "samples" else None, len(nodes))
@@ -97,11 +106,17 @@ class CredibilityRule(Aggregator):
     def _weighs_late(self) -> bool:
         return self.settings.order == "new" or self.settings.clip_norm
 
-    def _similarity(self, updates: ClientUpdates) -> torch.Tensor:
+    def _similarity(self, updates: ClientUpdates) -> tuple[torch.Tensor, Peers | None]:
+        covered = Covered.deltas(updates)
         if self.settings.similarity == "model":
-            return cosines(updates.params, updates.reference)
-        deltas = updates.deltas()
-        return cosines(deltas, median(deltas).vector)
+            matrix, point = updates.params, updates.reference
+        else:
+            matrix = updates.deltas()
+            point = median(matrix, covered).vector
+        if covered is None:
+            return cosines(matrix, point), None
+        peers = peer_cosines(matrix, point, covered)
+        return peers.cosines.diagonal().clone(), peers
 
     def remember(
         self, nodes: Sequence[int], refused: Sequence[int], similarity: torch.Tensor, after: torch.Tensor
@@ -118,6 +133,12 @@ class CredibilityRule(Aggregator):
         self.last_similarity |= zip(nodes, similarity.tolist(), strict=True)
 
     def _combined(self, updates: ClientUpdates, weights: torch.Tensor) -> torch.Tensor:
+        if (covered := Covered.by(updates)) is not None:
+            if not self.settings.clip_norm:
+                return covered_mean(updates.params, weights, covered)
+            lengths = updates.update_norms * covered.stretch.sqrt().numpy()
+            clipped = clipped_to_median(weights, lengths)
+            return covered_step(updates.params, clipped, weights, covered)
         if not self.settings.clip_norm:
             return weighted_sum(updates.params, weights, torch.float32)
         clipped = clipped_to_median(weights, updates.update_norms)
@@ -160,7 +181,11 @@ class FedCredit(FederatedStrategy):
 
     It does not see two things. A cosine ignores length, so 100·wᵢ passes for wᵢ (an enlarged update turns the
     model and may be seen): ``clip_norm`` bounds every update by the median length. And sample counts are
-    believed: ``base="equal"`` leaves them out. It needs an honest majority in every round. Chen et al., 2024,
+    believed: ``base="equal"`` leaves them out. It needs an honest majority in every round.
+
+    Of a sub-model sᵢ is over what client i covers, and median and MAD, or the mean, are those of all clients'
+    similarities over the same elements, so that a small sub-model is not judged by larger ones; the sum is
+    over those who cover an element (inferred); O(n·d) for every sub-model that differs. Chen et al., 2024,
     arXiv 2405.11758.
 
         FedCredit().start(grid, initial_arrays, num_rounds=10)

@@ -11,6 +11,7 @@ from fedplat.rng import generator
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator
+from .aggregators.coverage import Covered, moved
 from .aggregators.flame import flame
 from .aggregators.signs import sign_vote, signguard
 from .aggregators.spectral import check_dnc, dnc, removal_count
@@ -32,8 +33,9 @@ class FlameRule(Aggregator):
         """Choose the majority, and move the model by the mean of its clipped updates."""
         rng = generator(self.seed, "flame-noise", updates.server_round)
         compared = updates.params if self.compare == "models" else None
-        result = flame(updates.deltas(), compared, noise=self.noise, rng=rng)
-        return replace(result, vector=updates.reference + result.vector)
+        covered = Covered.deltas(updates)
+        result = flame(updates.deltas(), compared, noise=self.noise, rng=rng, covered=covered)
+        return replace(result, vector=moved(updates.reference, result.vector, covered))
 
 
 class Flame(FederatedStrategy):
@@ -72,6 +74,7 @@ class SignGuardRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Filter the clients, and move the model by the mean of the others' clipped updates."""
+        covered = Covered.deltas(updates)
         result = signguard(
             updates.deltas(),
             generator(self.seed, "signguard", updates.server_round),
@@ -79,8 +82,9 @@ class SignGuardRule(Aggregator):
             upper=self.upper,
             sample=self.sample,
             similarity=self.similarity,
+            covered=covered,
         )
-        return replace(result, vector=updates.reference + result.vector)
+        return replace(result, vector=moved(updates.reference, result.vector, covered))
 
 
 class SignGuard(FederatedStrategy):
@@ -134,6 +138,7 @@ class DivideAndConquerRule(Aggregator):
         f = (n - 1) // 2 if self.f is None else self.f
         while removal_count(self.c, f) >= n:
             f -= 1
+        covered = Covered.deltas(updates)
         result = dnc(
             updates.deltas(),
             f,
@@ -141,8 +146,9 @@ class DivideAndConquerRule(Aggregator):
             c=self.c,
             iterations=self.iterations,
             subset=self.subset,
+            covered=covered,
         )
-        vector = updates.reference + result.vector
+        vector = moved(updates.reference, result.vector, covered)
         return replace(result, vector=vector, diagnostics={**result.diagnostics, "f": float(f)})
 
 
@@ -181,8 +187,9 @@ class SignVoteRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Count the votes and make the step."""
-        result = sign_vote(updates.deltas())
-        return replace(result, vector=updates.reference + self.lr * result.vector)
+        covered = Covered.deltas(updates)
+        result = sign_vote(updates.deltas(), covered)
+        return replace(result, vector=moved(updates.reference, self.lr * result.vector, covered))
 
 
 class SignVote(FederatedStrategy):

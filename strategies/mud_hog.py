@@ -17,8 +17,7 @@ from fedplat.verdicts import HONEST, TARGETED, UNRELIABLE, UNTARGETED
 from .aggregators import Aggregate, Aggregator, mean, median
 from .aggregators import hog_detection as detect
 from .aggregators import hog_standing as hog
-from .aggregators.credibility import cosines
-from .aggregators.distances import distances_to, scalar_products
+from .aggregators.coverage import Covered
 from .aggregators.history import Histories, HistoryDtype
 from .composed import FederatedStrategy
 from .parts import StrategyParts
@@ -93,9 +92,10 @@ class MudHogRule(Aggregator):
     def _detect(self, slots: NDArray[np.int64], now: hog.Standing) -> _Found:
         """Run all detectors on the clients of these slots and bring ``now``, their standing, up to date."""
         short = self.histories.short(torch.from_numpy(slots))
+        covered = self.histories.short_covered(torch.from_numpy(slots))
         n = len(slots)
         free = ~now.malicious if not now.malicious.all() else np.ones(n, bool)
-        flipped = cosines(short, detect.centre(short, free)).numpy() < 0
+        flipped = detect.alike(short, detect.centre(short, free, covered), covered) < 0
         aiming = now.confirmed[:, hog.TARGETED]
         if not self.released:
             # Once left out, targeted attackers drift away and may come to point backwards.
@@ -104,7 +104,7 @@ class MudHogRule(Aggregator):
         if not self.released:
             # Their updates grow too; then they would hide the noisy ones.
             rest &= (now.suspicion[:, hog.TARGETED] == 0) & ~aiming
-        noisy, noise_judged, eps = self._noisy(short, rest, now)
+        noisy, noise_judged, eps = self._noisy(short, covered, rest, now)
         noise = now.confirmed[:, hog.ADDITIVE_NOISE]
         learners = ~flipped & ~now.confirmed[:, hog.SIGN_FLIP] & ~noisy & ~noise
         targeted, separation = self._targeted(slots, learners, now)
@@ -114,15 +114,16 @@ class MudHogRule(Aggregator):
         else:
             judged = np.stack([~aiming, noise_judged, learners], axis=1)
             hog.convict(now, suspects, judged, self.settings.delays)
-        poor = self._poor(short, rest & ~now.malicious, suspects, now)
+        poor = self._poor(short, covered, rest & ~now.malicious, suspects, now)
         return _Found(suspects, poor, {"eps": eps, "separation": separation})
 
-    def _noisy(self, short: torch.Tensor, rest: Mask, now: hog.Standing) -> tuple[Mask, Mask, float]:
+    def _noisy(
+        self, short: torch.Tensor, covered: Covered | None, rest: Mask, now: hog.Standing
+    ) -> tuple[Mask, Mask, float]:
         """Return who adds noise, who could be judged, and the radius used."""
         settings, nobody = self.settings, np.zeros(len(rest), bool)
         rows = np.flatnonzero(rest)
-        gram = scalar_products(short, torch.from_numpy(rows)).numpy()
-        between = detect.distances(gram)
+        between, lengths = detect.between_and_norms(short, rows, covered)
         eps = settings.eps
         if eps is None:
             natural = detect.natural_eps(between, settings.min_samples)
@@ -133,13 +134,13 @@ class MudHogRule(Aggregator):
         lonely[rows] = labels == -1
         if not normal.any():
             return nobody, nobody, eps
-        middle = detect.centre(short, normal)
+        middle = detect.centre(short, normal, covered)
         if self.released:
-            away = distances_to(short, middle).numpy()
+            away = detect.away_from(short, middle, covered)
             return lonely & (away > detect.gap_midpoint(away[rest & ~normal])), rest, eps
         norms = np.zeros(len(rest))
-        norms[rows] = np.sqrt(gram.diagonal())
-        off = detect.aside(norms, cosines(short, middle).numpy())
+        norms[rows] = lengths
+        off = detect.aside(norms, detect.alike(short, middle, covered))
         usual, deviation = detect.spread(off[normal])
         # Clients that differ by rounding alone are not noisy.
         least = _ROUNDING * float(np.median(norms[normal]))
@@ -152,7 +153,7 @@ class MudHogRule(Aggregator):
         """Return who follows an aim of their own, and how far apart they stand."""
         suspects = np.zeros(len(among), bool)
         rows = np.flatnonzero(among)
-        gram = scalar_products(self.histories.long, torch.from_numpy(slots[rows])).numpy()
+        gram = self.histories.long_products(torch.from_numpy(slots[rows]))
         if self.released:
             suspects[rows] = detect.minority(detect.two_groups(gram), len(rows), even=True)
             return suspects, float("nan")
@@ -174,14 +175,21 @@ class MudHogRule(Aggregator):
             left = left[~group]
         return suspects, clearest
 
-    def _poor(self, short: torch.Tensor, among: Mask, suspects: Mask, now: hog.Standing) -> Mask:
+    def _poor(
+        self,
+        short: torch.Tensor,
+        covered: Covered | None,
+        among: Mask,
+        suspects: Mask,
+        now: hog.Standing,
+    ) -> Mask:
         """Return whose updates point away from the others', and count that."""
         poor = np.zeros(len(among), bool)
         delay = self.settings.delays.unreliable
         if not self.released:
             among = among & ~suspects.any(axis=1)
         if among.any():
-            alike = cosines(short, detect.centre(short, among)).numpy()
+            alike = detect.alike(short, detect.centre(short, among, covered), covered)
             if self.released:
                 poor = among & (alike < detect.gap_midpoint(alike[among]))
             else:
@@ -203,7 +211,11 @@ class MudHogRule(Aggregator):
         left_out = standing.malicious | at_once.any(axis=1)
         psi = 1.0 if self.released else self.settings.unreliable_weight
         weights = torch.from_numpy(np.where(left_out, 0.0, np.where(standing.unreliable, psi, 1.0)))
-        result = mean(updates.params, weights) if bool(weights.sum() > 0) else median(updates.params)
+        covered = Covered.by(updates)
+        if bool(weights.sum() > 0):
+            result = mean(updates.params, weights, covered)
+        else:
+            result = median(updates.params, covered)
         blamed = (found.suspects & left_out[:, None]) | standing.confirmed
         diagnostics = {"left_out": float(left_out.sum())}
         for kind, name in enumerate(hog.KINDS):
@@ -288,9 +300,11 @@ class MudHog(FederatedStrategy):
     in 4 must be at least 1.25 MAD and 0.1; limits are stricter for a confirmed client's round to count as
     clean. All limits were set on recorded updates for MNIST split by Dirichlet(0.9).
 
-    It needs most of the clients left at 2 and at 3 to be honest. A single targeted attacker passes;
-    honest groups that share classes of their own may look targeted: then raise ``separation``. Keeps
-    n·d·(4 + window·b) bytes, b = 4, or 2 for half types. O(n²·d). Gupta, Luo, Ngo, Das, ESORICS 2022.
+    It needs most of the clients left at 2 and at 3 to be honest. A single targeted attacker passes; honest
+    groups that share classes of their own may look targeted: then raise ``separation``. Keeps n·d·(4 +
+    window·b) bytes, b = 4, or 2 for half types. O(n²·d). Of sub-models histories are means over the rounds in
+    which an element was trained, and clients are compared on what both cover, sums of squares over N of d
+    elements counting d/N times (inferred). Gupta, Luo, Ngo, Das, ESORICS 2022.
 
         MudHog().start(grid, initial_arrays, num_rounds=40)
     """

@@ -21,6 +21,7 @@ from fedplat.rng import generator
 from fedplat.updates import ClientUpdates, update_norms
 
 from .aggregators import Aggregate, Aggregator, InfeasibleError
+from .aggregators.coverage import Covered
 from .aggregators.distances import distances_to
 from .aggregators.mixing import (
     adaptive_bound,
@@ -111,7 +112,7 @@ class NearestNeighbourMixing(_Declared):
 
     def mixing(self, updates: ClientUpdates, f: int | None, rng: np.random.Generator) -> torch.Tensor:
         """Return who is mixed with whom."""
-        return nearest_neighbours(updates.params, self.assumed(len(updates), f))
+        return nearest_neighbours(updates.params, self.assumed(len(updates), f), Covered.by(updates))
 
 
 class Clipping(PreAggregator):
@@ -134,7 +135,8 @@ class Clipping(PreAggregator):
 class AdaptiveClipping(_Declared):
     """Clips the ⌊2f(n − f)/n⌋ longest updates to the length of the longest of the others.
 
-    Needs 2f < n, and no bound. O(n·d). Allouah et al., 2024, arXiv 2405.14432 (ARC).
+    Needs 2f < n, and no bound. Lengths over N of d elements count √(d/N) times. O(n·d). Allouah et al., 2024,
+    arXiv 2405.14432 (ARC).
 
         Preprocessed(rule, [AdaptiveClipping(f=2)])
     """
@@ -149,6 +151,9 @@ class AdaptiveClipping(_Declared):
     def mixing(self, updates: ClientUpdates, f: int | None, rng: np.random.Generator) -> torch.Tensor:
         """Return the factors."""
         norms = distances_to(updates.params, updates.reference)
+        if (covered := Covered.by(updates)) is not None:
+            # A small sub-model's update is not shorter than others for having fewer elements.
+            norms = norms * covered.stretch.sqrt()
         return clip_factors(norms, adaptive_bound(norms, self.assumed(len(updates), f)))
 
 
@@ -219,12 +224,12 @@ def transformed(updates: ClientUpdates, mixing: torch.Tensor) -> ClientUpdates:
     """
     if _changes_nothing(mixing):
         return updates
-    covered = None if mixing.ndim == 1 else updates.coverage
+    covered = None if mixing.ndim == 1 else updates.partial
     params = mixed(updates.params, mixing, updates.reference, covered)
     p = updates.layout.num_params
     new = replace(updates, params=params, update_norms=update_norms(params[:, :p], updates.reference[:p]))
-    if covered is not None:
-        new = replace(new, coverage=mixed_coverage(covered, mixing))
+    if mixing.ndim == 2:
+        new = replace(new, coverage=None if covered is None else mixed_coverage(covered, mixing))
     if len(mixing) < len(updates):
         members = mixing.numpy() > 0
         first = members.argmax(axis=1)

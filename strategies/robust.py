@@ -4,6 +4,12 @@ Rules that are told how many clients may lie take ``f``; None means the most tha
 number of clients. A declared ``f`` that does not fit is refused before the first round. A round with fewer
 replies than planned uses the largest ``f`` that still fits (``diagnostics["f"]`` tells), and the
 coordinate-wise median if none does.
+
+Clients with sub-models are compared on what two of them share, and combined where they cover, see
+:mod:`fedplat.strategies.aggregators.coverage`. A rule that takes one client's model then changes only what
+that client covers. Over few elements chance moves a distance more: if honest clients differ by little else,
+the lowest score of all is often that of a small sub-model, and so is, a little more often, one of the
+highest.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from fedplat.rng import generator
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator, RoundPlan, RunningAggregate, median
+from .aggregators.coverage import Covered, moved
 from .aggregators.geometric import centered_clipping, geometric_median, norm_clipping, smoothed_weiszfeld
 from .aggregators.krum import bulyan, check_bulyan, check_krum, check_meamed, meamed, multi_krum
 from .aggregators.running import RunningClipping
@@ -33,14 +40,15 @@ Positive = Annotated[float, Field(gt=0)]
 class DeclaredRule(Aggregator):
     """A rule that is told the number of lying clients.
 
-    ``combine(matrix, f)`` is the rule, ``refuse(n, f)`` raises InfeasibleError where it does not work, and
-    ``most(n)`` is the largest f it allows, negative if there is none.
+    ``combine(matrix, f)`` is the rule; where clients have sub-models it gets ``covered`` too, see
+    :class:`fedplat.strategies.aggregators.coverage.Covered`. ``refuse(n, f)`` raises InfeasibleError where it
+    does not work, and ``most(n)`` is the largest f it allows, negative if there is none.
     """
 
     def __init__(
         self,
         f: int | None,
-        combine: Callable[[torch.Tensor, int], Aggregate],
+        combine: Callable[..., Aggregate],
         refuse: Callable[[int, int], None],
         most: Callable[[int], int],
     ) -> None:
@@ -55,19 +63,20 @@ class DeclaredRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Apply the rule with the declared f, or the largest that fits this round."""
-        most = self._most(len(updates))
+        most, covered = self._most(len(updates)), Covered.by(updates)
         if most < 0:
-            return median(updates.params)
+            return median(updates.params, covered)
         f = most if self.f is None else min(self.f, most)
-        result = self._combine(updates.params, f)
+        parts = {} if covered is None else {"covered": covered}
+        result = self._combine(updates.params, f, **parts)
         return replace(result, diagnostics={**result.diagnostics, "f": float(f)})
 
 
 def krum_rule(f: int | None, m: int | None) -> DeclaredRule:
     """Return the mean of the m updates with the lowest Krum scores; in a short round of all there are."""
 
-    def combine(matrix: torch.Tensor, f: int) -> Aggregate:
-        return multi_krum(matrix, f, None if m is None else min(m, len(matrix)))
+    def combine(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
+        return multi_krum(matrix, f, None if m is None else min(m, len(matrix)), covered)
 
     return DeclaredRule(f, combine, partial(check_krum, m=m), lambda n: (n - 3) // 2)
 
@@ -80,7 +89,8 @@ class GeometricMedianRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the geometric median."""
-        return geometric_median(updates.params, tolerance=self.tolerance)
+        covered = Covered.by(updates)
+        return geometric_median(updates.params, tolerance=self.tolerance, covered=covered)
 
 
 class SmoothedWeiszfeldRule(Aggregator):
@@ -92,7 +102,8 @@ class SmoothedWeiszfeldRule(Aggregator):
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the point after the steps."""
         weights = torch.from_numpy(updates.num_examples) if self.weighted else None
-        return smoothed_weiszfeld(updates.params, weights, steps=self.steps, nu=self.nu)
+        covered = Covered.by(updates)
+        return smoothed_weiszfeld(updates.params, weights, steps=self.steps, nu=self.nu, covered=covered)
 
 
 class ClippingRule(Aggregator):
@@ -106,7 +117,7 @@ class ClippingRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Clip the updates, combine them, and add the result to the model they started from."""
-        deltas = updates.deltas()
+        deltas, covered = updates.deltas(), Covered.deltas(updates)
         if self.steps is None:
             result = norm_clipping(
                 deltas,
@@ -114,10 +125,12 @@ class ClippingRule(Aggregator):
                 torch.from_numpy(updates.num_examples),
                 noise=self.noise,
                 rng=generator(self.seed, "clipping-noise", updates.server_round),
+                covered=covered,
             )
         else:
-            result = centered_clipping(deltas, self.radius, steps=self.steps)
-        return Aggregate(updates.reference + result.vector, result.weights, result.accepted)
+            result = centered_clipping(deltas, self.radius, steps=self.steps, covered=covered)
+        vector = moved(updates.reference, result.vector, covered)
+        return Aggregate(vector, result.weights, result.accepted)
 
     def running(self, plan: RoundPlan) -> RunningAggregate | None:
         """Return norm clipping as a sum that grows; centred clipping looks at all updates in every step."""
@@ -130,7 +143,8 @@ class Krum(FederatedStrategy):
     """The one client's model that is closest to its n − f − 2 nearest others.
 
     Score Σ ‖wᵢ − wⱼ‖², lowest wins, the first on a tie; needs 2f + 2 < n. Sample counts play no part.
-    Distances are exact to float64. O(n²·d). Blanchard et al., NeurIPS 2017.
+    Distances are exact to float64. Of sub-models the winner may be a small one, and then little of the model
+    moves: take MultiKrum there. O(n²·d). Blanchard et al., NeurIPS 2017.
 
         Krum(f=2).start(grid, initial_arrays, num_rounds=10)
     """

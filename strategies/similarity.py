@@ -16,6 +16,7 @@ from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator
 from .aggregators.coordinatewise import shares_of
+from .aggregators.coverage import Covered, covered_cosines, moved
 from .aggregators.credibility import cosines
 from .aggregators.foolsgold import foolsgold
 from .aggregators.geometric import norm_clipping
@@ -46,11 +47,13 @@ class FoolsGoldRule(Aggregator):
     def __init__(self, history: bool) -> None:
         self.history = history
         self._sums: dict[int, torch.Tensor] = {}
+        self._trained: dict[int, torch.Tensor] = {}  # where a node's sum has any term, if not everywhere
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Add the updates to the nodes' histories, compare these, and combine the models."""
-        sums = updates.deltas()
+        sums, covered, compared = updates.deltas(), Covered.by(updates), Covered.deltas(updates)
         if self.history:
+            compared = self._covered_so_far(updates)
             for row, node in enumerate(updates.node_ids.tolist()):
                 if node in self._sums:
                     sums[row] += self._sums[node]
@@ -58,19 +61,42 @@ class FoolsGoldRule(Aggregator):
                 else:
                     # A copy: a view would keep the whole matrix of the round alive.
                     self._sums[node] = sums[row].clone()
-        return foolsgold(updates.params, sums)
+        return foolsgold(updates.params, sums, covered, compared)
+
+    def _covered_so_far(self, updates: ClientUpdates) -> Covered | None:
+        """Return what the clients' histories cover with this round; None if that is everything."""
+        mask, d = updates.partial, updates.params.shape[1]
+        if mask is None and not self._trained:
+            return None
+        rows = []
+        for row, node in enumerate(updates.node_ids.tolist()):
+            now = torch.ones(d, dtype=torch.bool) if mask is None else mask[row]
+            if node in self._trained:
+                now = now | self._trained[node]
+            elif node in self._sums:
+                now = torch.ones(d, dtype=torch.bool)
+            if now.all():
+                self._trained.pop(node, None)
+            else:
+                self._trained[node] = now.clone()
+            rows.append(now)
+        return Covered(torch.stack(rows))
 
     def state_bytes(self, clients: int, dim: int) -> int:
-        """Return the size of one float32 vector per client, if histories are kept."""
+        """Return the size of a float32 vector per client, if histories are kept; sub-models add a quarter."""
         return 4 * clients * dim if self.history else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of updates by node id."""
-        return {"history": {str(node): total.clone() for node, total in self._sums.items()}}
+        state: dict[str, Any] = {"history": {str(node): total.clone() for node, total in self._sums.items()}}
+        if self._trained:
+            state["trained"] = {str(node): mask.clone() for node, mask in self._trained.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned."""
         self._sums = {int(node): total.clone() for node, total in state["history"].items()}
+        self._trained = {int(node): mask.clone() for node, mask in state.get("trained", {}).items()}
 
 
 class FoolsGold(FederatedStrategy):
@@ -117,9 +143,13 @@ class ReputationRule(SteadyRule):
         start = 1.0 if any(self.reputation.get(node, 0.0) > 0 for node in nodes) else 0.0
         old = torch.tensor([self.reputation.get(node, start) for node in nodes], dtype=torch.float64) * live
         counts = torch.from_numpy(updates.num_examples) * live
-        deltas = updates.deltas()
-        step = norm_clipping(deltas, self.clip, shares_of(old if bool(old.sum() > 0) else counts, len(nodes)))
-        agreement = cosines(deltas, step.vector)
+        deltas, covered = updates.deltas(), Covered.deltas(updates)
+        start_shares = shares_of(old if bool(old.sum() > 0) else counts, len(nodes))
+        step = norm_clipping(deltas, self.clip, start_shares, covered=covered)
+        if covered is None:
+            agreement = cosines(deltas, step.vector)
+        else:
+            agreement = covered_cosines(deltas, step.vector, covered)
         rows = live.nonzero().flatten()
         total = float(old.sum())
         before = old[rows] / total if total > 0 else old[rows]
@@ -128,7 +158,8 @@ class ReputationRule(SteadyRule):
         after = none.index_put((rows,), new)
         if bool(new.sum() > 0):  # else nobody could be judged
             self._remember([nodes[row] for row in rows.tolist()], new, kept)
-        return self._outcome(updates.reference + step.vector, step.weights, step.accepted, agreement, after)
+        vector = moved(updates.reference, step.vector, covered)
+        return self._outcome(vector, step.weights, step.accepted, agreement, after)
 
     def _outcome(
         self,
@@ -213,9 +244,10 @@ class TrustRule(SteadyRule):
         if not bool(root.isfinite().all()):
             log.warning("round %d: the root model is not finite, nobody is trusted", updates.server_round)
             root, length = torch.zeros_like(root), float("nan")
-        result = fltrust(updates.deltas(), root)
+        covered = Covered.deltas(updates)
+        result = fltrust(updates.deltas(), root, covered)
         return Aggregate(
-            updates.reference + result.vector,
+            moved(updates.reference, result.vector, covered),
             result.weights,
             result.accepted,
             diagnostics={**result.diagnostics, "root norm": length},

@@ -15,6 +15,7 @@ from pydantic import Field
 from fedplat.updates import ClientUpdates
 
 from .aggregators import Aggregate, Aggregator
+from .aggregators.coverage import Covered
 from .aggregators.residuals import residual_reweighting
 from .aggregators.subsets import (
     check_majority,
@@ -66,7 +67,7 @@ class ResidualRule(Aggregator):
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Return the reweighted mean."""
-        return residual_reweighting(updates.params, self.scale, self.threshold)
+        return residual_reweighting(updates.params, self.scale, self.threshold, Covered.by(updates))
 
 
 class MinimumDiameter(FederatedStrategy):

@@ -57,6 +57,20 @@ def test_selection_and_columns_keep_everything_aligned() -> None:
     np.testing.assert_array_equal(picked.deltas().numpy(), rows.matrix[[0, 2], 1:4] - REFERENCE.vector[1:4])
 
 
+def test_coverage_is_partial_only_where_something_is_missing_and_follows_rows_and_columns() -> None:
+    rows, mask = block(), torch.ones(4, 5, dtype=torch.bool)
+    models = [rows.row(i) for i in range(4)]
+    assert stack(models).partial is None
+    assert ClientUpdates.stack(models, REFERENCE, range(4), [1] * 4, mask).partial is None
+    mask[1, 3] = False
+    updates = ClientUpdates.stack(models, REFERENCE, range(4), [1] * 4, mask)
+    assert updates.partial is updates.coverage
+    assert updates.columns(0, 3).partial is None
+    assert updates.columns(3, 5).partial.tolist() == [[True, True], [False, True], [True, True], [True, True]]
+    assert updates.select(np.array([True, False, True, True])).partial is None
+    assert updates.select(np.array([True, True, False, False])).partial.tolist() == mask[:2].tolist()
+
+
 def test_finite_rows_are_told_from_those_with_nan_or_infinity_and_large_numbers_are_finite() -> None:
     rows = block(5)
     rows.matrix[0, 2] = np.nan

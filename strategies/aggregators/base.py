@@ -13,13 +13,16 @@ import torch
 from fedplat.errors import UserError
 from fedplat.updates import ClientUpdates
 
+from .coverage import Covered, covered_mean
+
 
 @dataclass(frozen=True)
 class Aggregate:
     """The outcome of an aggregation rule.
 
     ``vector`` (d,) float32 is the new model, ``weights`` (n,) float64 each client's share in it (they sum
-    to 1, or are 0 if nobody was used), ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients
+    to 1, or are 0 if nobody was used; where sub-models cover parts, it is the share between those who cover),
+    ``accepted`` (n,) bool who had any share. ``verdicts`` judges clients
     by row, where the rule does, in the words of :mod:`fedplat.verdicts`. ``scores`` are further figures per
     client (n,), such as a credibility, and ``diagnostics`` figures of the round; both end up in the records
     of a run.
@@ -84,7 +87,12 @@ class Aggregator(ABC):
         """Raise InfeasibleError if the rule cannot work on so many clients; called before the first round."""
 
     def buffers(self, updates: ClientUpdates, aggregate: Aggregate) -> torch.Tensor:
-        """Combine float buffers (n, b), such as BatchNorm's running statistics, by the shares just found."""
+        """Combine float buffers (n, b), such as BatchNorm's running statistics, by the shares just found.
+
+        Of buffers that not all clients cover, those who do are combined, and what is left stays as it is.
+        """
+        if (covered := Covered.by(updates)) is not None:
+            return covered_mean(updates.params, aggregate.weights, covered)
         return (aggregate.weights @ updates.params.double()).float()
 
     def running(self, plan: RoundPlan) -> RunningAggregate | None:

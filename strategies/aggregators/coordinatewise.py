@@ -2,6 +2,9 @@
 
 All three commute with adding a constant, so they may be given models or updates alike. They work through
 the columns in chunks: besides the input they hold a few megabytes and the result.
+
+With ``covered`` a coordinate is that of the clients who cover it, see
+:mod:`fedplat.strategies.aggregators.coverage`; weights are then those a client has where it covers.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ from numpy.typing import NDArray
 from fedplat.updates import added, column_chunks, column_ranges, large_float32, plain_float32, spread
 
 from .base import Aggregate, InfeasibleError
+from .coverage import Covered, covered_mean
+from .coverage_sorted import (
+    covered_around_median,
+    covered_median,
+    covered_trimmed_mean,
+    covered_weighted_median,
+)
 
 _SHARE_SAMPLE = 4096
 
@@ -25,7 +35,9 @@ _PIECE_ELEMENTS = 1 << 21
 _LEAST_FACTOR = 1e-30  # smaller ones, or the inverse of larger, might leave the range of float32
 
 
-def mean(matrix: torch.Tensor, weights: torch.Tensor | None = None) -> Aggregate:
+def mean(
+    matrix: torch.Tensor, weights: torch.Tensor | None = None, covered: Covered | None = None
+) -> Aggregate:
     """Return the mean Σᵢ wᵢ xᵢ / Σᵢ wᵢ, accumulated in float64.
 
     ``matrix`` is (n, d), ``weights`` (n,) are non-negative, by default equal. Raises ValueError if the
@@ -35,6 +47,8 @@ def mean(matrix: torch.Tensor, weights: torch.Tensor | None = None) -> Aggregate
     tensor([1.])
     """
     shares = shares_of(weights, len(matrix))
+    if covered is not None:
+        return Aggregate(covered_mean(matrix, shares, covered), shares, shares > 0)
     return Aggregate(weighted_sum(matrix, shares, torch.float32), shares, shares > 0)
 
 
@@ -120,7 +134,7 @@ def _sum_in_groups(block: NDArray[np.float32], factors: NDArray[np.float32]) -> 
     return total
 
 
-def median(matrix: torch.Tensor) -> Aggregate:
+def median(matrix: torch.Tensor, covered: Covered | None = None) -> Aggregate:
     """Return the coordinate-wise median; for an even number of clients the midpoint of the middle two.
 
     ``matrix`` is (n, d). Sample counts play no part, since a client could claim any. Tolerates fewer than n/2
@@ -129,10 +143,12 @@ def median(matrix: torch.Tensor) -> Aggregate:
     >>> median(torch.tensor([[1.0], [2.0], [3.0], [100.0]])).vector
     tensor([2.5000])
     """
+    if covered is not None:
+        return covered_median(matrix, covered)
     return _mean_of_middle(matrix, (matrix.shape[0] - 1) // 2)
 
 
-def weighted_median(matrix: torch.Tensor, weights: torch.Tensor) -> Aggregate:
+def weighted_median(matrix: torch.Tensor, weights: torch.Tensor, covered: Covered | None = None) -> Aggregate:
     """Return, per coordinate, the value at which half of the weight is reached; the midpoint if exactly half.
 
     ``matrix`` is (n, d), ``weights`` (n,) are non-negative. A client that claims half of all samples decides
@@ -144,6 +160,8 @@ def weighted_median(matrix: torch.Tensor, weights: torch.Tensor) -> Aggregate:
     """
     n, d = matrix.shape
     shares = shares_of(weights, n)
+    if covered is not None:
+        return Aggregate(covered_weighted_median(matrix, weights, covered), shares, shares > 0)
     # Whole counts stay whole, so that "exactly half" is told without rounding.
     plain, half = weights.to(matrix.device, torch.float64), float(weights.double().sum()) / 2
     out = torch.empty(d, dtype=torch.float32, device=matrix.device)
@@ -157,26 +175,36 @@ def weighted_median(matrix: torch.Tensor, weights: torch.Tensor) -> Aggregate:
     return Aggregate(out, shares, shares > 0)
 
 
-def trimmed_mean(matrix: torch.Tensor, trim: int) -> Aggregate:
+def trimmed_mean(matrix: torch.Tensor, trim: int, covered: Covered | None = None) -> Aggregate:
     """Return, per coordinate, the mean without the ``trim`` smallest and the ``trim`` largest values.
 
     ``matrix`` is (n, d). Tolerates ``trim`` arbitrary clients. Raises InfeasibleError unless 2·trim < n.
-    Yin et al., ICML 2018, option II.
+    Where m of the n clients cover a coordinate, ⌈trim·m/n⌉ are cut off, at most ⌊(m − 1)/2⌋ (inferred). Yin
+    et al., ICML 2018, option II.
 
     >>> trimmed_mean(torch.tensor([[1.0], [1], [1], [1], [5], [5], [9]]), 2).vector
     tensor([2.3333])
     """
     n = matrix.shape[0]
     check_trim(n, trim)
+    if covered is not None:
+        return covered_trimmed_mean(matrix, trim, covered)
     return _mean_of_middle(matrix, trim)
 
 
-def mean_around_median(matrix: torch.Tensor, keep: int, rows: torch.Tensor | None = None) -> Aggregate:
+def mean_around_median(
+    matrix: torch.Tensor,
+    keep: int,
+    rows: torch.Tensor | None = None,
+    covered: Covered | None = None,
+) -> Aggregate:
     """Return, per coordinate, the mean of the ``keep`` values nearest the median; on a tie the smaller ones.
 
     ``matrix`` is (n, d), 1 ≤ keep ≤ n; with ``rows`` (m,) only those count, and the weights are theirs. The
     values nearest any number are neighbours once sorted, so it is the mean of a window of the sorted values.
     """
+    if covered is not None:
+        return covered_around_median(matrix, keep, covered, rows)
     n, d = len(matrix) if rows is None else len(rows), matrix.shape[1]
     if plain_float32(matrix):
         return _mean_around_median(matrix.numpy(), keep, slice(None) if rows is None else rows.numpy())

@@ -20,6 +20,8 @@ from fedplat.updates import (
     tiles,
 )
 
+from .coverage import Peers
+
 Attitude = Literal["none", "scale", "mean", "prev", "signed_mad"]
 Mix = Literal["linear", "geometric", "product"]
 History = Literal["sum", "ewma"]
@@ -95,13 +97,15 @@ def attitudes(
     rho: float = 1.0,
     gamma: float = 0.5,
     previous: torch.Tensor | None = None,
+    peers: Peers | None = None,
 ) -> torch.Tensor:
     """Return what this round's behaviour adds to each client's credibility, (n,) float64.
 
     With s⁺ = max(s, 0): ``none`` s⁺ for everybody; ``scale`` gamma·s⁺ for those below the mean similarity;
     the others −rho for those judged badly: below the mean (``mean``), below their own last similarity
     (``prev``, from ``previous`` (n,), nan where there is none), or below median − k·MAD (``signed_mad``), the
-    MAD scaled to a standard deviation and at least 1e-6. All five are inferred.
+    MAD scaled to a standard deviation and at least 1e-6. With ``peers`` mean, median and MAD are those of all
+    clients over what the client covers. All five are inferred.
 
     >>> attitudes(torch.tensor([0.9, 0.91, 0.9, 0.1]), "signed_mad").tolist()
     [0.8999999761581421, 0.9100000262260437, 0.8999999761581421, -1.0]
@@ -110,12 +114,18 @@ def attitudes(
     positive = s.clamp(min=0)
     if kind == "none":
         return positive
+    if peers is not None:
+        average, middle, deviation = peers.usual()
+    else:
+        average = s.mean()
     if kind == "scale":
-        return torch.where(s >= s.mean(), positive, gamma * positive)
+        return torch.where(s >= average, positive, gamma * positive)
     if kind == "mean":
-        good = s >= s.mean()
+        good = s >= average
     elif kind == "prev":
         good = torch.ones(len(s), dtype=torch.bool) if previous is None else ~(s < previous)
+    elif peers is not None:
+        good = s >= middle - k * (_NORMAL_MAD * deviation).clamp(min=_LEAST_MAD)
     else:
         middle = s.quantile(0.5)
         spread = max(_NORMAL_MAD * float((s - middle).abs().quantile(0.5)), _LEAST_MAD)

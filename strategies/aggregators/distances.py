@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from fedplat.updates import column_chunks, large_float32, squares_from
 
+from .coverage import Covered, pair_sums
+
 _WIDER = 4  # than other chunks, so that it pays for BLAS to start its threads
 
 
@@ -50,13 +52,16 @@ def _products(x: NDArray[Any], rows: torch.Tensor | None, centre: torch.Tensor |
     return gram
 
 
-def squared_distances(matrix: torch.Tensor) -> torch.Tensor:
+def squared_distances(matrix: torch.Tensor, covered: Covered | None = None) -> torch.Tensor:
     """Return ‖xᵢ − xⱼ‖² (n, n) float64, symmetric, zero on the diagonal, never negative.
 
     The products of a·a + b·b − 2a·b are formed in float64: in float32 they cancel, and models that differ
     by a ten-thousandth of their length come out at distances of zero and below. O(n²·d) time; a few
-    megabytes besides the input.
+    megabytes besides the input. With ``covered``, over what both clients cover, see
+    :meth:`fedplat.strategies.aggregators.coverage.Pairs.squared_distances`.
     """
+    if covered is not None:
+        return pair_sums(matrix, covered).squared_distances()
     gram = scalar_products(matrix)
     norms = gram.diagonal()
     return (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0).fill_diagonal_(0)

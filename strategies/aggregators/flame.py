@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from .base import Aggregate
-from .coordinatewise import weighted_sum
+from .coverage import Covered, covered_distances
 from .distances import distances_to
 from .foolsgold import pairwise_cosines
-from .geometric import with_noise
+from .geometric import clipped_sum, with_noise
 
 
 def majority_cluster(distances: torch.Tensor) -> torch.Tensor:
@@ -45,26 +45,33 @@ def flame(
     *,
     noise: float = 0.0,
     rng: np.random.Generator | None = None,
+    covered: Covered | None = None,
 ) -> Aggregate:
     """Return the mean of the majority's updates, cut to the median length, plus noise.
 
     ``matrix`` (n, d) holds updates. Clients are clustered by 1 − cosine of ``compared`` (n, d), by default
-    the updates; the paper takes the models. With S the median of all n lengths, the mean is over
-    xᵢ·min(1, S / ‖xᵢ‖) of the cluster, and noise from ``rng`` has a standard deviation of ``noise``·S per
-    coordinate. ``diagnostics`` has both as ``bound`` and ``sigma``. Raises ValueError unless noise ≥ 0, and
-    for noise without ``rng``. O(n²·d). Nguyen et al., USENIX Security 2022.
+    the updates; the paper takes the models. With S the median of all n lengths, the mean is over xᵢ·min(1, S
+    / ‖xᵢ‖) of the cluster, and noise from ``rng`` has a standard deviation of ``noise``·S per coordinate.
+    With ``covered`` cosines are over what two clients share (0 if nothing), lengths are times √(d/N), and the
+    mean is over those of the cluster who cover an element (inferred). ``diagnostics`` has both as ``bound``
+    and ``sigma``. Raises ValueError unless noise ≥ 0, and for noise without ``rng``. O(n²·d). Nguyen et al.,
+    USENIX Security 2022.
 
     >>> flame(torch.tensor([[2.0, 0.0], [2.0, 0.1], [4.0, 0.1], [-9.0, 1.0]])).accepted.tolist()
     [True, True, True, False]
     """
-    inside = majority_cluster(1 - pairwise_cosines(matrix if compared is None else compared))
-    lengths = distances_to(matrix, torch.zeros(matrix.shape[1]))
+    inside = majority_cluster(1 - pairwise_cosines(matrix if compared is None else compared, covered))
+    if covered is None:
+        lengths = distances_to(matrix, torch.zeros(matrix.shape[1]))
+    else:
+        lengths = covered_distances(matrix, None, covered) * covered.stretch.sqrt()
     bound = float(lengths.quantile(0.5))
     # A zero update is shorter than any bound: its factor is 1.
     factors = torch.where(lengths > bound, bound / lengths, 1.0)
     shares = inside * factors / inside.sum()
     sigma = noise * bound
-    vector = with_noise(weighted_sum(matrix, shares), sigma, rng).float()
+    summed = clipped_sum(matrix, shares, inside.double() / inside.sum(), covered)
+    vector = with_noise(summed, sigma, rng, covered).float()
     total = shares.sum()
     weights = shares / total if bool(total > 0) else inside / inside.sum()
     return Aggregate(vector, weights, inside, diagnostics={"bound": bound, "sigma": sigma})

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from fedplat.updates import column_chunks
 
 from .coordinatewise import median
+from .coverage import Covered, covered_cosines, covered_distances, pairs_of
+from .credibility import cosines
+from .distances import distances_to, scalar_products
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -24,11 +27,50 @@ _SAME = 1e-6  # distance of unit vectors that float32 does not tell apart
 _LEAST = 1e-12  # share of the largest eigenvalue below which a direction is rounding
 
 
-def centre(matrix: torch.Tensor, members: Mask) -> torch.Tensor:
-    """Return the coordinate-wise median (d,) of the members (n,) of a matrix (n, d), without copying them."""
+def centre(matrix: torch.Tensor, members: Mask, covered: Covered | None = None) -> torch.Tensor:
+    """Return the coordinate-wise median (d,) of the members (n,) of a matrix (n, d), without copying them.
+
+    With ``covered``, of those who cover a coordinate; 0 if none of them does.
+    """
     rows = torch.from_numpy(np.flatnonzero(members))
     n, d = matrix.shape
+    if covered is not None:
+        return torch.cat(
+            [
+                median(matrix[rows, a:b], Covered(covered.mask[rows, a:b])).vector
+                for a, b in column_chunks(n, d)
+            ]
+        )
     return torch.cat([median(matrix[rows, a:b]).vector for a, b in column_chunks(n, d)])
+
+
+def alike(matrix: torch.Tensor, point: torch.Tensor, covered: Covered | None = None) -> Floats:
+    """Return the cosines (n,) of the rows of (n, d) with a point (d,), over what each covers."""
+    found = cosines(matrix, point) if covered is None else covered_cosines(matrix, point, covered)
+    values: Floats = found.numpy()
+    return values
+
+
+def away_from(matrix: torch.Tensor, point: torch.Tensor, covered: Covered | None = None) -> Floats:
+    """Return the distances (n,) of rows (n, d) from a point (d,), over N of d elements times √(d/N)."""
+    if covered is None:
+        found = distances_to(matrix, point)
+    else:
+        found = covered_distances(matrix, point, covered) * covered.stretch.sqrt()
+    values: Floats = found.numpy()
+    return values
+
+
+def between_and_norms(
+    matrix: torch.Tensor, rows: NDArray[np.int64], covered: Covered | None = None
+) -> tuple[Floats, Floats]:
+    """Return distances (m, m) and norms (m,) of some rows of (n, d), over what is shared, stretched to d."""
+    if covered is None:
+        gram = scalar_products(matrix, torch.from_numpy(rows)).numpy()
+        return distances(gram), np.sqrt(gram.diagonal())
+    d, plain = matrix.shape[1], Covered(covered.mask)
+    pairs = pairs_of(len(rows), d, lambda start, stop: plain.block(matrix, start, stop, rows))
+    return pairs.squared_distances().sqrt().numpy(), np.sqrt(pairs.gram().diagonal())
 
 
 def directions(gram: Floats) -> Floats:

@@ -6,6 +6,7 @@ import torch
 
 from .base import Aggregate, InfeasibleError
 from .coordinatewise import mean, mean_around_median
+from .coverage import Covered
 from .distances import squared_distances
 
 
@@ -35,7 +36,7 @@ def krum_scores(squared: torch.Tensor, neighbours: int) -> torch.Tensor:
     return others.sort(dim=1).values[:, :neighbours].sum(dim=1)
 
 
-def krum(matrix: torch.Tensor, f: int) -> Aggregate:
+def krum(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Return the update closest to its n − f − 2 nearest others; on a tie the first of them.
 
     The score is Σ ‖xᵢ − xⱼ‖² over those neighbours. Tolerates ``f`` arbitrary clients. Raises InfeasibleError
@@ -44,24 +45,28 @@ def krum(matrix: torch.Tensor, f: int) -> Aggregate:
     >>> krum(torch.tensor([[0.0], [2], [3], [4], [9], [11], [13]]), 2).vector
     tensor([2.])
     """
-    return multi_krum(matrix, f, 1)
+    return multi_krum(matrix, f, 1, covered)
 
 
-def multi_krum(matrix: torch.Tensor, f: int, m: int | None = None) -> Aggregate:
+def multi_krum(
+    matrix: torch.Tensor, f: int, m: int | None = None, covered: Covered | None = None
+) -> Aggregate:
     """Return the plain mean of the ``m`` updates with the lowest Krum scores, by default m = n − f.
 
+    With ``covered`` distances are over what two clients share, and the mean is over the chosen who cover an
+    element; where none of them does, nothing changes (inferred, as in all rules here that choose clients).
     Raises InfeasibleError unless 2f + 2 < n and 1 ≤ m ≤ n. O(n²·d). Blanchard et al., NeurIPS 2017.
     """
     n = len(matrix)
     check_krum(n, f, m)
     m = n - f if m is None else m
-    scores = krum_scores(squared_distances(matrix), n - f - 2)
+    scores = krum_scores(squared_distances(matrix, covered), n - f - 2)
     weights = torch.zeros(n, dtype=torch.float64)
     weights[torch.sort(scores, stable=True).indices[:m]] = 1
-    return mean(matrix, weights)
+    return mean(matrix, weights, covered)
 
 
-def bulyan(matrix: torch.Tensor, f: int) -> Aggregate:
+def bulyan(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Choose n − 2f updates by repeated Krum; average, per coordinate, the n − 4f nearest their median.
 
     Krum's scores are computed anew among those left after every choice, with n' − f − 2 neighbours of n'
@@ -71,7 +76,7 @@ def bulyan(matrix: torch.Tensor, f: int) -> Aggregate:
     """
     n = len(matrix)
     check_bulyan(n, f)
-    squared = squared_distances(matrix).nan_to_num(nan=float("inf"))
+    squared = squared_distances(matrix, covered).nan_to_num(nan=float("inf"))
     left = list(range(n))
     chosen: list[int] = []
     while len(chosen) < n - 2 * f:
@@ -81,13 +86,13 @@ def bulyan(matrix: torch.Tensor, f: int) -> Aggregate:
         chosen.append(left.pop(min(ranks)[2]))
     # The matrix keeps its order, so that equally near values are taken in the order of the clients.
     rows = torch.tensor(sorted(chosen))
-    nearest = mean_around_median(matrix, n - 4 * f, rows)
+    nearest = mean_around_median(matrix, n - 4 * f, rows, covered)
     weights = torch.zeros(n, dtype=torch.float64)
     weights[rows] = nearest.weights
     return Aggregate(nearest.vector, weights, weights > 0)
 
 
-def meamed(matrix: torch.Tensor, f: int) -> Aggregate:
+def meamed(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Return, per coordinate, the mean of the n − f values nearest the median.
 
     Raises InfeasibleError unless 0 ≤ 2f < n. Xie et al., 2018.
@@ -97,4 +102,4 @@ def meamed(matrix: torch.Tensor, f: int) -> Aggregate:
     """
     n = len(matrix)
     check_meamed(n, f)
-    return mean_around_median(matrix, n - f)
+    return mean_around_median(matrix, n - f, covered=covered)

@@ -13,6 +13,7 @@ import torch
 from fedplat.updates import column_chunks
 
 from .base import InfeasibleError
+from .coverage import Covered
 from .distances import squared_distances
 
 _TINY = 1e-300
@@ -49,10 +50,11 @@ def bucketing(clients: int, size: int, rng: np.random.Generator) -> torch.Tensor
     return mixing
 
 
-def nearest_neighbours(matrix: torch.Tensor, f: int) -> torch.Tensor:
+def nearest_neighbours(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> torch.Tensor:
     """Return the mixing matrix (n, n) that replaces a client by the mean of the n − f nearest to it.
 
-    The client itself is one of them; of equally near ones the first are taken. ``matrix`` is (n, d). Raises
+    The client itself is one of them; of equally near ones the first are taken. ``matrix`` is (n, d); with
+    ``covered`` distances are over what two clients share. Raises
     InfeasibleError unless 2f < n. O(n²·d). Allouah et al., AISTATS 2023.
 
     >>> nearest_neighbours(torch.tensor([[0.0], [1.0], [9.0]]), 1) @ torch.tensor([0.0, 1, 9]).double()
@@ -61,7 +63,7 @@ def nearest_neighbours(matrix: torch.Tensor, f: int) -> torch.Tensor:
     n = len(matrix)
     check_neighbours(n, f)
     # Below zero, so that a client comes before others at the same place.
-    squared = squared_distances(matrix).nan_to_num(nan=float("inf")).fill_diagonal_(-1)
+    squared = squared_distances(matrix, covered).nan_to_num(nan=float("inf")).fill_diagonal_(-1)
     nearest = squared.sort(dim=1, stable=True).indices[:, : n - f]
     return torch.zeros(n, n, dtype=torch.float64).scatter_(1, nearest, 1 / (n - f))
 

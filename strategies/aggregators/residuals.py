@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -9,12 +11,15 @@ from fedplat.updates import column_chunks
 
 from .base import Aggregate
 from .coordinatewise import mean, shares_of
+from .coverage import Covered
 
 # The median absolute deviation of a normal variable is 1 / 1.4826 of its standard deviation.
 _TO_DEVIATIONS = 1.4826
 
 
-def residual_reweighting(matrix: torch.Tensor, scale: float = 2.0, threshold: float = 0.1) -> Aggregate:
+def residual_reweighting(
+    matrix: torch.Tensor, scale: float = 2.0, threshold: float = 0.1, covered: Covered | None = None
+) -> Aggregate:
     """Return the mean weighted by how well each client's parameters fit the others'.
 
     Per parameter, the sorted values are a line over their ranks 0 … n − 1: its slope is the repeated median
@@ -27,7 +32,9 @@ def residual_reweighting(matrix: torch.Tensor, scale: float = 2.0, threshold: fl
     ``matrix`` is (n, d). One step of reweighting, as the authors' code has it; from there too are the
     smallest |r| being left out of the median, the square, and counting by deviation. Inferred: equal values
     share their mean rank, τ gets no constant added, with no deviation anywhere all clients count alike, and
-    fewer than three give their mean. Raises ValueError unless scale > 0 and 0 ≤ threshold ≤ 1.
+    fewer than three give their mean. With ``covered`` a parameter's line is through those who cover it, where
+    that is three or more, and a client's weight is the mean over its own parameters (inferred). Raises
+    ValueError unless scale > 0 and 0 ≤ threshold ≤ 1.
     O(n² log n · d). Fu et al., 2019, arXiv 1912.11464.
 
     >>> residual_reweighting(torch.tensor([[1.0], [2.0], [3.0], [4.0], [90.0]])).vector < 4
@@ -39,7 +46,9 @@ def residual_reweighting(matrix: torch.Tensor, scale: float = 2.0, threshold: fl
             f"scale must be above 0 and threshold from 0 to 1, got scale = {scale}, threshold = {threshold}"
         )
     if n < 3:
-        return mean(matrix)
+        return mean(matrix, None, covered)
+    if covered is not None:
+        return _covered_reweighting(matrix, scale, threshold, covered)
     slopes = torch.empty(d, dtype=torch.float64)
     sums = torch.zeros(n, dtype=torch.float64)
     # A column needs n x n slopes.
@@ -57,6 +66,52 @@ def residual_reweighting(matrix: torch.Tensor, scale: float = 2.0, threshold: fl
         weights, line = _fit(values, slopes[start:stop], scale)
         out[start:stop] = torch.where(weights < threshold, line, values) @ shares
     return Aggregate(out, shares, shares > 0)
+
+
+def _covered_reweighting(matrix: torch.Tensor, scale: float, threshold: float, covered: Covered) -> Aggregate:
+    """Do the same where m of the n clients cover a column, for all columns of one m together."""
+    n, d = matrix.shape
+    sums, seen = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    slopes = torch.zeros(d, dtype=torch.float64)
+    for columns, clients, values in _by_cover(matrix, covered, n * n):
+        if clients.shape[1] >= 3:
+            slopes[columns] = _repeated_median(_sorted(values.float()))
+            weights, _ = _fit(values, slopes[columns], scale)
+            counted = weights * weights.std(dim=1, keepdim=True)
+            sums.index_add_(0, clients.flatten(), counted.flatten())
+            seen.index_add_(0, clients.flatten(), torch.ones(clients.numel(), dtype=torch.float64))
+    means = sums / seen.clamp(min=1)
+    if not bool(means.sum() > 0):
+        means = torch.ones(n, dtype=torch.float64)
+    # Of whom nothing could be judged, nothing is thought.
+    means = torch.where(seen > 0, means, means[seen > 0].quantile(0.5) if seen.any() else 1.0)
+    shares = shares_of((means / means.max()).square(), n)
+    out = torch.from_numpy(covered.kept(0, d))
+    for columns, clients, values in _by_cover(matrix, covered, n):
+        fitted = values
+        if clients.shape[1] >= 3:
+            weights, line = _fit(values, slopes[columns], scale)
+            fitted = torch.where(weights < threshold, line, values)
+        factors = shares[clients]
+        total = factors.sum(dim=1)
+        some = total > 0
+        out[columns[some]] = ((fitted * factors).sum(dim=1)[some] / total[some]).float()
+    return Aggregate(out, shares, shares > 0)
+
+
+def _by_cover(
+    matrix: torch.Tensor, covered: Covered, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield columns (b,) covered by m clients each, who they are (b, m), and their values (b, m) float64."""
+    for start, stop in column_chunks(rows, matrix.shape[1]):
+        mask = covered.mask[:, start:stop].t()
+        counts = mask.sum(dim=1)
+        for m in counts.unique().tolist():
+            if m > 0:
+                columns = (counts == m).nonzero().flatten()
+                clients = mask[columns].nonzero()[:, 1].view(-1, m)
+                values = matrix[clients, start + columns[:, None]].double()
+                yield start + columns, clients, values
 
 
 def _repeated_median(ordered: torch.Tensor) -> torch.Tensor:

@@ -9,20 +9,26 @@ from fedplat.updates import column_chunks
 
 from .base import Aggregate
 from .coordinatewise import weighted_sum
+from .coverage import Covered, covered_distances, covered_step, pair_sums
 from .distances import distances_to
 from .foolsgold import pairwise_cosines
 
 _LEAST_BANDWIDTH = 1e-6  # so that nearly identical clients are not told apart by rounding
 
 
-def sign_shares(matrix: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+def sign_shares(
+    matrix: torch.Tensor, columns: torch.Tensor | None = None, covered: Covered | None = None
+) -> torch.Tensor:
     """Return each client's shares of positive, zero and negative coordinates, (n, 3) float64.
 
-    Only the coordinates ``columns`` (k,) of ``matrix`` (n, d) are looked at, by default all. O(n·k).
+    Only the coordinates ``columns`` (k,) of ``matrix`` (n, d) are looked at, by default all; with
+    ``covered``, all those that a client covers. O(n·k).
 
     >>> sign_shares(torch.tensor([[1.0, 0.0, -2.0, 3.0]])).tolist()
     [[0.5, 0.25, 0.25]]
     """
+    if covered is not None:
+        return _covered_sign_shares(matrix, covered)
     k = matrix.shape[1] if columns is None else len(columns)
     counts = torch.zeros(len(matrix), 3, dtype=torch.float64)
     for start, stop in column_chunks(len(matrix), k):
@@ -30,6 +36,15 @@ def sign_shares(matrix: torch.Tensor, columns: torch.Tensor | None = None) -> to
         parts = [chunk > 0, chunk == 0, chunk < 0]
         counts += torch.stack([part.sum(dim=1) for part in parts], dim=1)
     return counts / k
+
+
+def _covered_sign_shares(matrix: torch.Tensor, covered: Covered) -> torch.Tensor:
+    counts = torch.zeros(len(matrix), 3, dtype=torch.float64)
+    for start, stop in column_chunks(*matrix.shape):
+        chunk, mask = matrix[:, start:stop], covered.mask[:, start:stop]
+        up, down = ((chunk > 0) & mask).sum(dim=1), ((chunk < 0) & mask).sum(dim=1)
+        counts += torch.stack([up, mask.sum(dim=1) - up - down, down], dim=1)
+    return counts / covered.sizes.clamp(min=1)[:, None]
 
 
 def largest_cluster(features: torch.Tensor) -> torch.Tensor:
@@ -64,6 +79,7 @@ def signguard(
     upper: float = 3.0,
     sample: float = 0.1,
     similarity: bool = False,
+    covered: Covered | None = None,
 ) -> Aggregate:
     """Return the mean of the updates of usual length and usual signs, cut to the median length.
 
@@ -75,6 +91,10 @@ def signguard(
     0 ≤ lower ≤ 1 and upper ≥ 2, below which an even number of clients could all be out.
     Xu et al., ICDCS 2022.
 
+    With ``covered`` (inferred) lengths are times √(d/N), shares are over all that a client covers, since a
+    part of a small sub-model would be few coordinates, cosines over what two clients share, and the mean is
+    over those who cover an element.
+
     >>> x = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0], [-1.0, -1.0], [90.0, 90.0]])
     >>> signguard(x, np.random.default_rng(0), sample=1.0).accepted.tolist()
     [True, True, True, False, False]
@@ -84,33 +104,51 @@ def signguard(
         raise ValueError(
             f"need 0 < sample <= 1, 0 <= lower <= 1 and upper >= 2, got {sample}, {lower} and {upper}"
         )
-    lengths = distances_to(matrix, torch.zeros(d))
+    if covered is None:
+        lengths = distances_to(matrix, torch.zeros(d))
+    else:
+        lengths = covered_distances(matrix, None, covered) * covered.stretch.sqrt()
     middle = float(lengths.quantile(0.5))
     usual = (lengths >= lower * middle) & (lengths <= upper * middle)
     columns = np.sort(rng.choice(d, max(1, round(sample * d)), replace=False, shuffle=False))
-    features = sign_shares(matrix, torch.from_numpy(columns))
+    features = sign_shares(matrix, torch.from_numpy(columns), covered)
     if similarity and n > 1:
-        cosines = pairwise_cosines(matrix)
-        others = cosines[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)
-        features = torch.cat([features, others.quantile(0.5, dim=1, keepdim=True)], dim=1)
+        others = _cosines_with_others(matrix, covered)
+        features = torch.cat([features, others.nanquantile(0.5, dim=1, keepdim=True).nan_to_num()], dim=1)
     alike = largest_cluster(features)
     kept = usual & alike if bool((usual & alike).any()) else usual
     factors = torch.where(lengths > middle, middle / lengths, 1.0)
     shares = kept * factors / kept.sum()
     total = shares.sum()
+    if covered is None:
+        vector = weighted_sum(matrix, shares, torch.float32)
+    else:
+        vector = covered_step(matrix, shares, kept / kept.sum(), covered)
     return Aggregate(
-        weighted_sum(matrix, shares, torch.float32),
+        vector,
         shares / total if bool(total > 0) else kept / kept.sum(),
         kept,
         diagnostics={"unusual length": float((~usual).sum()), "unusual signs": float((~alike).sum())},
     )
 
 
-def sign_vote(matrix: torch.Tensor) -> Aggregate:
+def _cosines_with_others(matrix: torch.Tensor, covered: Covered | None) -> torch.Tensor:
+    """Return cosines (n, n − 1), nan with those who share nothing."""
+    n = len(matrix)
+    if covered is None:
+        cosines = pairwise_cosines(matrix)
+    else:
+        pairs = pair_sums(matrix, covered)
+        cosines = pairs.cosines().masked_fill_(torch.from_numpy(pairs.overlap == 0), torch.nan)
+    return cosines[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)
+
+
+def sign_vote(matrix: torch.Tensor, covered: Covered | None = None) -> Aggregate:
     """Return, per coordinate, the sign (1, 0 or −1) that most updates have; 0 on a tie.
 
     ``weights`` are the clients' shares of coordinates where they agree with the vote, scaled to sum to 1; a
-    vote is no mean, so they only tell who it followed. O(n·d). Bernstein et al., ICLR 2019.
+    vote is no mean, so they only tell who it followed. With ``covered`` a client votes, and agrees, only
+    where it covers. O(n·d). Bernstein et al., ICLR 2019.
 
     >>> sign_vote(torch.tensor([[0.5, -1.0], [7.0, -2.0], [-100.0, 3.0]])).vector
     tensor([ 1., -1.])
@@ -120,7 +158,12 @@ def sign_vote(matrix: torch.Tensor) -> Aggregate:
     agreed = torch.zeros(n, dtype=torch.float64)
     for start, stop in column_chunks(n, d):
         signs = matrix[:, start:stop].sign()
+        if covered is not None:
+            signs *= covered.mask[:, start:stop]
         vote[start:stop] = signs.sum(dim=0).sign()
-        agreed += (signs == vote[start:stop]).sum(dim=1)
+        same = signs == vote[start:stop]
+        agreed += (same if covered is None else same & covered.mask[:, start:stop]).sum(dim=1)
+    if covered is not None:
+        agreed *= covered.stretch
     weights = agreed / agreed.sum() if bool(agreed.sum() > 0) else torch.full_like(agreed, 1 / n)
     return Aggregate(vote, weights, torch.ones(n, dtype=torch.bool), scores={"agreement": agreed / d})

@@ -11,6 +11,9 @@ from fedplat.updates import column_chunks
 
 from .base import Aggregate, InfeasibleError
 from .coordinatewise import mean
+from .coverage import Covered
+
+_LEAST_PART = 1e-12  # of the squares of a direction below which what a client covers of it is rounding
 
 
 def removal_count(c: float, f: int) -> int:
@@ -29,16 +32,20 @@ def check_dnc(clients: int, f: int, c: float = 1.0) -> None:
         raise InfeasibleError(f"DnC: c x f = {c:g} x {f} = {out} must be less than n = {clients}")
 
 
-def outlier_scores(matrix: torch.Tensor) -> torch.Tensor:
+def outlier_scores(matrix: torch.Tensor, covered: Covered | None = None) -> torch.Tensor:
     """Return ⟨xᵢ − mean, v⟩² (n,) float64, with v the top right singular vector of the centred matrix (n, d).
 
     From the eigenvectors of the (n, n) products of centred rows, in float64, so nothing is left to chance and
-    v needs no sign. O(n²·d + n³).
+    v needs no sign. O(n²·d + n³). With ``covered`` columns are centred over those who cover them, and a score
+    is taken along the part of v that a client covers, scaled to length 1: chance alone sticks out no farther
+    along a short part than along a long one (inferred). 0 for who covers nothing of v.
 
     >>> outlier_scores(torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 0.0]])).round(decimals=6).tolist()
     [1.0, 1.0, 4.0]
     """
     n, d = matrix.shape
+    if covered is not None:
+        return _covered_scores(matrix, covered)
     gram = torch.zeros(n, n, dtype=torch.float64)
     for start, stop in column_chunks(n, d):
         chunk = matrix[:, start:stop].double()
@@ -46,6 +53,29 @@ def outlier_scores(matrix: torch.Tensor) -> torch.Tensor:
         gram += chunk @ chunk.t()
     values, vectors = torch.linalg.eigh(gram)
     return values[-1].clamp(min=0) * vectors[:, -1].square()
+
+
+def _covered_scores(matrix: torch.Tensor, covered: Covered) -> torch.Tensor:
+    n, d = matrix.shape
+    plain = Covered(covered.mask)
+
+    def centred(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = map(torch.from_numpy, plain.block(matrix, start, stop))
+        return x - mask * (x.sum(dim=0) / mask.sum(dim=0).clamp(min=1)), mask
+
+    gram = torch.zeros(n, n, dtype=torch.float64)
+    for start, stop in column_chunks(n, d):
+        chunk, _ = centred(start, stop)
+        gram += chunk @ chunk.t()
+    _, vectors = torch.linalg.eigh(gram)
+    along, lengths = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for start, stop in column_chunks(n, d):
+        chunk, mask = centred(start, stop)
+        v = vectors[:, -1] @ chunk
+        along += chunk @ v
+        lengths += mask @ v.square()
+    known = lengths > _LEAST_PART * float(lengths.max())
+    return torch.where(known, along.square() / lengths.clamp(min=1e-300), 0.0)
 
 
 def dnc(
@@ -56,6 +86,7 @@ def dnc(
     c: float = 1.0,
     iterations: int = 1,
     subset: int = 10_000,
+    covered: Covered | None = None,
 ) -> Aggregate:
     """Return the mean of the updates that stick out least along the direction of largest spread.
 
@@ -75,12 +106,13 @@ def dnc(
     kept = torch.zeros(n, dtype=torch.float64)
     scores = torch.zeros(n, dtype=torch.float64)
     for _ in range(iterations):
-        part = matrix
+        part, mask = matrix, None if covered is None else covered.mask
         if subset < d:
-            columns = np.sort(rng.choice(d, subset, replace=False, shuffle=False))
-            part = matrix[:, torch.from_numpy(columns)]
-        found = outlier_scores(part)
+            columns = torch.from_numpy(np.sort(rng.choice(d, subset, replace=False, shuffle=False)))
+            part = matrix[:, columns]
+            mask = None if mask is None else mask[:, columns]
+        found = outlier_scores(part, None if mask is None else Covered(mask))
         kept[found.sort(stable=True).indices[: n - removal_count(c, f)]] += 1
         scores += found / iterations
-    result = mean(matrix, (kept == kept.max()).double())
+    result = mean(matrix, (kept == kept.max()).double(), covered)
     return Aggregate(result.vector, result.weights, result.accepted, scores={"outlier": scores})

@@ -1,7 +1,8 @@
 """Rules that look for the clients who agree best: pure functions on the matrix (n, d) of a round's updates.
 
 All but MoNNA need nothing but the distances between clients once those are known, so a search among many
-subsets costs nothing that depends on d.
+subsets costs nothing that depends on d. With ``covered`` these are over what two clients share, stretched to
+d (inferred); they need not fit into any space, so eigenvalues are then those of what the distances suggest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from .base import Aggregate, InfeasibleError
 from .coordinatewise import mean, median
+from .coverage import Covered, covered_distances
 from .distances import distances_to, squared_distances
 
 # The search for the smallest diameter branches 1.47^f times at worst, which is 100,000 for f = 30.
@@ -66,7 +68,7 @@ def most_smea(clients: int) -> int:
     return f
 
 
-def minimum_diameter(matrix: torch.Tensor, f: int) -> Aggregate:
+def minimum_diameter(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Return the plain mean of the n − f updates whose largest distance between two is smallest.
 
     Of several such subsets the one whose second largest distance is smallest is taken, and so on (inferred;
@@ -80,13 +82,15 @@ def minimum_diameter(matrix: torch.Tensor, f: int) -> Aggregate:
     """
     n = len(matrix)
     check_mda(n, f)
-    squared = squared_distances(matrix).nan_to_num(nan=float("inf"))
+    squared = squared_distances(matrix, covered).nan_to_num(nan=float("inf"))
     rows = list(_members(_tightest(squared.tolist(), f)))
     diameter = float(squared[rows][:, rows].max().sqrt())
-    return _mean_of(matrix, rows, {"diameter": diameter})
+    return _mean_of(matrix, rows, {"diameter": diameter}, covered)
 
 
-def monna(matrix: torch.Tensor, f: int, pivot: int | None = None) -> Aggregate:
+def monna(
+    matrix: torch.Tensor, f: int, pivot: int | None = None, covered: Covered | None = None
+) -> Aggregate:
     """Return the plain mean of the n − f updates nearest to a trusted one, that one among them.
 
     ``pivot`` is the row that is trusted. The paper is about servers that trust themselves; where nobody is
@@ -99,14 +103,21 @@ def monna(matrix: torch.Tensor, f: int, pivot: int | None = None) -> Aggregate:
     """
     n = len(matrix)
     check_majority(n, f, "MoNNA")
-    trusted = median(matrix).vector if pivot is None else matrix[range(n)[pivot]]
-    distances = distances_to(matrix, trusted)
+    trusted = median(matrix, covered).vector if pivot is None else matrix[range(n)[pivot]]
+    if covered is None:
+        distances = distances_to(matrix, trusted)
+    else:
+        shared = covered if pivot is None else Covered(covered.mask & covered.mask[pivot])
+        distances = covered_distances(matrix, trusted, shared) * shared.stretch.sqrt()
+        if pivot is not None and bool((known := shared.sizes > 0).any()):
+            distances[~known] = distances[known].quantile(0.5)  # nothing is known: neither near nor far
     if pivot is not None:
         distances[pivot] = -1  # before others at the same place
-    return _mean_of(matrix, torch.sort(distances, stable=True).indices[: n - f].tolist())
+    rows = torch.sort(distances, stable=True).indices[: n - f].tolist()
+    return _mean_of(matrix, rows, covered=covered)
 
 
-def smallest_eigenvalue(matrix: torch.Tensor, f: int) -> Aggregate:
+def smallest_eigenvalue(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Return the plain mean of the n − f updates whose covariance has the smallest top eigenvalue.
 
     Exact, by trying all subsets; of equal ones the first is taken. ``diagnostics`` has the eigenvalue. Raises
@@ -118,7 +129,7 @@ def smallest_eigenvalue(matrix: torch.Tensor, f: int) -> Aggregate:
     """
     n = len(matrix)
     check_smea(n, f)
-    squared = squared_distances(matrix)
+    squared = squared_distances(matrix, covered)
     best, chosen = float("inf"), tuple(range(n - f))
     everything = combinations(range(n), n - f)
     while subsets := list(islice(everything, max(1, _BATCH_ELEMENTS // (n - f) ** 2))):
@@ -126,10 +137,10 @@ def smallest_eigenvalue(matrix: torch.Tensor, f: int) -> Aggregate:
         first = int(top.argmin())
         if float(top[first]) < best:
             best, chosen = float(top[first]), subsets[first]
-    return _mean_of(matrix, chosen, {"eigenvalue": best})
+    return _mean_of(matrix, chosen, {"eigenvalue": best}, covered)
 
 
-def covariance_filter(matrix: torch.Tensor, f: int) -> Aggregate:
+def covariance_filter(matrix: torch.Tensor, f: int, covered: Covered | None = None) -> Aggregate:
     """Return the mean under those weights, of a sequence, whose covariance has the smallest top eigenvalue.
 
     Weights cᵢ start at 1; cᵢ ← cᵢ·(1 − τᵢ / max τ) as long as they add up to more than n − 2f, where τᵢ is
@@ -144,7 +155,7 @@ def covariance_filter(matrix: torch.Tensor, f: int) -> Aggregate:
     """
     n = len(matrix)
     check_majority(n, f, "CAF")
-    squared = squared_distances(matrix)
+    squared = squared_distances(matrix, covered)
     finite = squared.isfinite()
     # Whoever is infinitely far from most has no weight to begin with.
     c = (2 * finite.sum(dim=1) > n).double()
@@ -161,17 +172,20 @@ def covariance_filter(matrix: torch.Tensor, f: int) -> Aggregate:
         c = torch.where(c > 0, c * (1 - tau / highest).clamp(min=0), 0.0)
         if not float(c.sum()) > n - 2 * f:
             break
-    result = mean(matrix, weights)
+    result = mean(matrix, weights, covered)
     diagnostics = {"eigenvalue": best, "steps": float(steps)}
     return Aggregate(result.vector, result.weights, result.accepted, diagnostics=diagnostics)
 
 
 def _mean_of(
-    matrix: torch.Tensor, rows: Iterable[int], diagnostics: dict[str, float] | None = None
+    matrix: torch.Tensor,
+    rows: Iterable[int],
+    diagnostics: dict[str, float] | None = None,
+    covered: Covered | None = None,
 ) -> Aggregate:
     weights = torch.zeros(len(matrix), dtype=torch.float64)
     weights[list(rows)] = 1
-    result = mean(matrix, weights)
+    result = mean(matrix, weights, covered)
     return Aggregate(result.vector, result.weights, result.accepted, diagnostics=diagnostics or {})
 
 
