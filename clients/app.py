@@ -17,12 +17,14 @@ from fedplat.compat import MessageType
 from fedplat.grouped import GroupApp
 from fedplat.models.flat import FlatModel
 from fedplat.rng import generator, seeded_torch, torch_seed
+from fedplat.submodel_options import Shape, SubModelOptions
 
 from .attacks import dispatch
 from .mods.memory_cap import MemoryCapMod
 from .mods.secure_aggregation import SecureAggregationMod
-from .stacked import Learner, StackedTrainer
+from .stacked import Learner
 from .stacked.execution import Execution, usual_execution
+from .submodel_training import PartModels, loss_of
 from .task import ClientTask
 from .training import TrainResult, evaluate, train_one
 
@@ -36,7 +38,8 @@ class ExperimentApp(GroupApp):
     """The ``ClientApp`` of a task; each process that runs it builds the model once.
 
     Clients whose training is an honest one, on whatever data, are trained together where ``execution`` says
-    so; the others by themselves. Every training reply passes through the ``inner`` mods, then through the
+    so and they have models of one shape; the others by themselves. A message may bring a sub-model, see
+    :mod:`.submodel_options`. Every training reply passes through the ``inner`` mods, then through the
     client's attack if it has one, then through the ``outer`` mods, the first of which is the last to see it.
     """
 
@@ -47,14 +50,14 @@ class ExperimentApp(GroupApp):
         self._task = task
         # Clients trained together have no attack on their replies.
         self._mods_of_honest = [*outer, *inner]
-        self._model: FlatModel | None = None
-        self._trainer: StackedTrainer | None = None
+        self._parts = PartModels(task)
         caps = [mod for mod in inner if isinstance(mod, MemoryCapMod)]
         for cap in caps:
             # A model that is there already would cost the client nothing.
-            cap.forget = self._forget_model
+            cap.forget = self._parts.forget
         # Memory is limited for one client, and estimated for one that is trained by itself.
         self._stacked = execution.stacked and not caps
+        self._exact = execution.exact
         self.group_limit = 1 if caps else execution.group
         # On a GPU there is one worker, whose groups are therefore always the same.
         self.group_exact = execution.exact or task.device != "cpu"
@@ -65,16 +68,16 @@ class ExperimentApp(GroupApp):
             if isinstance(mod, SecureAggregationMod):
                 mod.register(self)
 
-    def _forget_model(self) -> None:
-        self._model = self._trainer = None
-
     def run_group(self, messages: list[Message], contexts: list[Context]) -> list[Message | None]:
         """Train the clients together that can be, and leave the others to be called by themselves."""
         replies: list[Message | None] = [None] * len(messages)
-        where = [i for i, pair in enumerate(zip(messages, contexts, strict=True)) if self._stackable(*pair)]
-        if where:
-            together = self._train_stacked([messages[i] for i in where], [contexts[i] for i in where])
-            for i, reply in zip(where, together, strict=True):
+        where: dict[Shape, list[int]] = {}
+        for i, pair in enumerate(zip(messages, contexts, strict=True)):
+            if self._stackable(*pair):
+                where.setdefault(_options(messages[i]).shape, []).append(i)
+        for shape, rows in where.items():
+            together = self._train_stacked([messages[i] for i in rows], [contexts[i] for i in rows], shape)
+            for i, reply in zip(rows, together, strict=True):
                 replies[i] = through(self._mods_of_honest, messages[i], contexts[i], reply)
         return replies
 
@@ -82,13 +85,16 @@ class ExperimentApp(GroupApp):
         # A unit of short messages may be of questions, which come without settings.
         if not self._stacked or message.metadata.message_type != MessageType.TRAIN:
             return False
+        options = _options(message)
+        if not options.plain or self._parts.trainer(options.shape, self._exact) is None:
+            return False
         partition, server_round = _who_and_when(message, context)
         return self._task.attack_of(partition, server_round).only_on_data
 
     def _train(self, message: Message, context: Context) -> Message:
         if self._stackable(message, context):
-            return self._train_stacked([message], [context])[0]
-        task, keys = self._task, _who_and_when(message, context)
+            return self._train_stacked([message], [context], _options(message).shape)[0]
+        task, keys, options = self._task, _who_and_when(message, context), _options(message)
         model = self._model_with(message)
         # An attack without effect on the training leaves an honest client's: same batches, same bits.
         attack = task.attack_of(*keys)
@@ -104,29 +110,27 @@ class ExperimentApp(GroupApp):
                 _load_optimizer(message, context) if task.training.keep_optimizer else None,
                 on_batch=on_batch,
                 loss_factor=attack.loss_factor(),
+                loss_of=loss_of(model, task, options, y, generator(task.seed, "widths", *keys)),
             )
         trained = FlatArrays(model.layout, model.vector.cpu().numpy(), model.side.cpu().numpy())
         return self._reply(message, context, trained, result)
 
-    def _train_stacked(self, messages: list[Message], contexts: list[Context]) -> list[Message]:
-        task, model = self._task, self._built()
-        if self._trainer is None:
-            self._trainer = StackedTrainer(
-                model.module, model.layout, task.training, task.sample(), model.device
-            )
+    def _train_stacked(self, messages: list[Message], contexts: list[Context], shape: Shape) -> list[Message]:
+        task, model, trainer = self._task, self._parts.model(shape), self._parts.trainer(shape, self._exact)
+        assert trainer is not None
         who = [_who_and_when(*pair) for pair in zip(messages, contexts, strict=True)]
         x, y, rows = self._samples(who)
         learners = [
             Learner(
                 own,
                 generator(task.seed, "batches", *keys),
-                self._dropout_generator(keys) if self._trainer.kernel.dropout else None,
+                self._dropout_generator(keys) if trainer.kernel.dropout else None,
                 _load_optimizer(message, context) if task.training.keep_optimizer else None,
             )
             for own, keys, message, context in zip(rows, who, messages, contexts, strict=True)
         ]
         start = [_arrays_of(message, model) for message in messages]
-        trained, results = self._trainer.train(start, x, y, learners)
+        trained, results = trainer.train(start, x, y, learners)
         return [self._reply(*four) for four in zip(messages, contexts, trained, results, strict=True)]
 
     def _dropout_generator(self, keys: tuple[int, int]) -> torch.Generator:
@@ -170,13 +174,8 @@ class ExperimentApp(GroupApp):
         answer = ConfigRecord({"partition-id": int(context.node_config["partition-id"])})
         return Message(RecordDict({"node": answer}), reply_to=message)
 
-    def _built(self) -> FlatModel:
-        if self._model is None:
-            self._model = FlatModel(self._task.build_model(), self._task.device)
-        return self._model
-
     def _model_with(self, message: Message) -> FlatModel:
-        model = self._built()
+        model = self._parts.model(_options(message).shape)
         model.load(_arrays_of(message, model))
         return model
 
@@ -211,10 +210,18 @@ def _arrays_of(message: Message, model: FlatModel) -> FlatArrays:
     return FlatArrays.of_record(message.content["arrays"], model.layout)  # type: ignore[arg-type]
 
 
+def _options(message: Message) -> SubModelOptions:
+    return SubModelOptions.of(message.content["config"])
+
+
 def _optimizer_key(message: Message) -> str:
-    """Return where a client keeps its optimizer: strategies that share a run's clients do not share that."""
-    config = message.content["config"]
-    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, ""))
+    """Return where a client keeps its optimizer: strategies that share a run's clients do not share that.
+
+    Nor do different parts of the model: what was gathered for other weights is dropped.
+    """
+    config, options = message.content["config"], _options(message)
+    part = f"/{options.kind}/{options.shape.sizes}" if options.shape.sizes else ""
+    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, "")) + part
 
 
 def _load_optimizer(message: Message, context: Context) -> dict[str, NDArray[np.float32]] | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedplat.datasets.base import Dataset
+from fedplat.models.cutting import CutPlan, plan_of
 from fedplat.training_config import LocalTraining
 
 from .attacks import Attack
@@ -51,6 +52,17 @@ class ClientTask:
             return None
         return *self._prepared(rows), [np.searchsorted(rows, part) for part in self.parts]
 
+    @cached_property
+    def shapes(self) -> nn.Module:
+        """The model on torch's meta device: shapes without numbers. Not to be changed."""
+        with torch.device("meta"):
+            return self.build_model()
+
+    @cached_property
+    def plan(self) -> CutPlan:
+        """What can be left out of the model; UserError if that is not known."""
+        return plan_of(self.shapes, self.dataset.sample_shape)
+
     def samples(self, partition: int) -> tuple[Tensor, Tensor]:
         """Return a client's prepared samples and labels."""
         if self.resident is None:
@@ -76,4 +88,5 @@ class ClientTask:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process prepares its own: the stored samples are smaller.
-        return {name: value for name, value in self.__dict__.items() if name != "resident"}
+        made = ("resident", "shapes", "plan")
+        return {name: value for name, value in self.__dict__.items() if name not in made}

@@ -94,6 +94,7 @@ def train_one(
     optimizer_state: Mapping[str, NDArray[np.float32]] | None = None,
     on_batch: OnBatch | None = None,
     loss_factor: float = 1.0,
+    loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> TrainResult:
     """Train ``model`` in place on samples ``x`` (n, ...) with labels ``y`` (n,), or (n, T) for tokens.
 
@@ -104,6 +105,7 @@ def train_one(
 
     ``on_batch`` may change the samples and labels of a step, or return None to leave the step out;
     ``loss_factor`` multiplies the loss that is descended, so −1 climbs it. The loss reported is the plain.
+    ``loss_of`` gives the loss of a step's samples and labels in place of the model's cross-entropy on them.
 
     The arithmetic is that of ``torch.optim`` over the separate parameters, up to rounding.
     """
@@ -127,7 +129,7 @@ def train_one(
                 continue
             model.zero_grad()
             with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
-                loss = loss_fn(model(samples[0]).float(), samples[1])
+                loss = loss_of(*samples) if loss_of else loss_fn(model(samples[0]).float(), samples[1])
             (loss if loss_factor == 1 else loss_factor * loss).backward()
             if training.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_([model.params], training.max_grad_norm)

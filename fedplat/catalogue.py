@@ -12,6 +12,7 @@ _BACKDOOR = "Bagdasaryan et al., AISTATS 2020"
 _FANG = "Fang et al., USENIX Security 2020"
 _DNC = "Shejwalkar and Houmansadr, NDSS 2021"
 _RSA = "Li et al., AAAI 2019 (RSA)"
+_FEDCONV = "Shen et al., MobiSys 2024 (FedConv); partly inferred"
 _FEDAVG = "McMahan et al., AISTATS 2017"
 
 # fmt: off
@@ -27,6 +28,7 @@ PACKAGES = {
     "hardware": "fedplat.emulation",
     "availability": "fedplat.emulation",
     "compressors": "fedplat.compression",
+    "submodels": "fedplat.strategies",
 }
 
 # Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name, what
@@ -87,6 +89,9 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "Gupta et al., ESORICS 2022; partly inferred"),
         ("fed-credit", "fed_credit:FedCredit", "mean weighted by an earned credibility",
          "Chen et al., 2024 (arXiv 2405.11758); formulas partly inferred"),
+        ("fedconv-weights", "fedconv:LearnedWeights", "mean with weights learned on the server's samples",
+         _FEDCONV),
+        ("server-alone", "fedconv:ServerAlone", "control: the server trains on its own samples alone", ""),
     ),
     "pre-aggregators": (
         ("bucketing", ":Bucketing", "means of random buckets", "Karimireddy et al., ICLR 2022"),
@@ -207,6 +212,28 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("top-k", "top_k:TopK", "the largest changes alone, the rest kept for later rounds",
          "Stich et al., NeurIPS 2018, for the memory"),
         ("qsgd", "qsgd:QSGD", "changes rounded at random to a few levels", "Alistarh et al., NeurIPS 2017"),
+    ),
+    "submodels": (
+        ("full", "submodels:FullModel", "every client gets the whole model", ""),
+        ("heterofl", "submodel_schemes:HeteroFL", "the first units of each layer, as many as fit",
+         "Diao, Ding and Tarokh, ICLR 2021"),
+        ("fjord", "submodel_schemes:FjORD", "ordered dropout: steps train random widths that fit",
+         "Horvath et al., NeurIPS 2021"),
+        ("fedrolex", "submodel_schemes:FedRolex", "windows of units that move on in each round",
+         "Alam et al., NeurIPS 2022"),
+        ("federated-dropout", "submodel_schemes:FederatedDropout", "random units per client and round",
+         "Caldas et al., 2018"),
+        ("depth", "submodel_schemes:Depth", "the first blocks of each stage, as many as fit",
+         "after Kim et al., ICLR 2023 (DepthFL), with one output layer"),
+        ("smallest", "submodel_schemes:Smallest", "everyone on the smallest sub-model", ""),
+        ("full-only", "submodel_schemes:FullOnly", "only clients whom the whole model fits", ""),
+        ("model-search", "model_search:ModelSearch", "the sub-model that uses memory and link most",
+         "Yao, IEEE BigData 2024; partly inferred"),
+        ("fedconv", "fedconv:FedConvScheme", "weights convolved smaller, replies made large again", _FEDCONV),
+        ("prefix-finetuned", "fedconv:PrefixFinetuned", "control: slices trained on the server's samples",
+         ""),
+        ("full-finetuned", "fedconv:FullFinetuned", "control: FedAvg, then training on server's samples", ""),
+        ("standalone", "fedconv:Standalone", "control: every client its own model, never combined", ""),
     ),
 }
 # fmt: on

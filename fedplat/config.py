@@ -12,108 +12,42 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
 from . import registry
 from .config_errors import explain
+from .config_parts import (
+    AttackConfig,
+    AvailabilityConfig,
+    CompressionConfig,
+    DataConfig,
+    DevicesConfig,
+    HardwareConfig,
+    ModelConfig,
+    Part,
+    PartitionConfig,
+    PreAggregatorConfig,
+    SelectionConfig,
+    StrategyConfig,
+    Strict,
+    SubModelsConfig,
+)
 from .errors import UserError
 from .training_config import LocalTraining
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, protected_namespaces=())
-
-
-class Part(_Strict):
-    """A named part with its settings; ``kind`` is the registry kind its name is looked up in."""
-
-    kind: ClassVar[str] = ""
-    name: str
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the thing behind the name, without the keys every such part has."""
-        common = _base_of(type(self)).model_fields
-        return {key: getattr(self, key) for key in type(self).model_fields if key not in common}
-
-    def build(self, *arguments: Any, **more: Any) -> Any:
-        """Call the thing behind the name with its settings."""
-        return registry.find(self.kind, self.name).load()(*arguments, **self.settings(), **more)
-
-
-class DataConfig(Part):
-    """The data set. ``root`` is a local copy, ``download`` allows fetching one."""
-
-    kind: ClassVar[str] = "datasets"
-    root: Path | None = None
-    download: bool = True
-
-
-class PartitionConfig(Part):
-    """How training samples are spread over ``clients`` clients; 0: as many as a natural partition has."""
-
-    kind: ClassVar[str] = "partitions"
-    clients: Annotated[int, Field(ge=0)]
-
-
-class ModelConfig(Part):
-    """The model."""
-
-    kind: ClassVar[str] = "models"
-
-
-class SelectionConfig(Part):
-    """Who takes part in a round."""
-
-    kind: ClassVar[str] = "selectors"
-    name: str = "all"
-
-
-class AttackConfig(Part):
-    """An attack: by whom, and in which rounds.
-
-    Attackers are ``clients`` by id, or a ``fraction`` of all clients or a ``count``, drawn with the run's
-    seed or, with ``richest_in``, those that hold most samples of a class. They attack from round ``start``,
-    ``on`` rounds of every ``on + off``.
-    """
-
-    kind: ClassVar[str] = "attacks"
-    fraction: Annotated[float, Field(ge=0, le=1, description="share of all clients")] | None = None
-    count: Annotated[int, Field(ge=0, description="number of clients")] | None = None
-    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(description="ids")] | None = None
-    richest_in: Annotated[int, Field(ge=0, description="take those with most samples of it")] | None = None
-    start: Annotated[int, Field(ge=1, description="first round of the attack")] = 1
-    on: Annotated[int, Field(ge=1, description="attack so many rounds, then ...")] = 1
-    off: Annotated[int, Field(ge=0, description="... behave for so many, and again")] = 0
-
-
-class PreAggregatorConfig(Part):
-    """A step taken before a strategy's rule."""
-
-    kind: ClassVar[str] = "pre-aggregators"
-
-
-class StrategyConfig(Part):
-    """The settings of one strategy; ``name`` is the strategy's where the table has a name of its own."""
-
-    kind: ClassVar[str] = "strategies"
-    name: str = ""
-    before: Annotated[
-        tuple[PreAggregatorConfig, ...], Field(description="pre-aggregators, in this order")
-    ] = ()
-
-
-class EvaluationConfig(_Strict):
+class EvaluationConfig(Strict):
     """Evaluation of the global model on the test set: every so many rounds, and after the last."""
 
     every: PositiveInt = 1
     batch_size: PositiveInt = 1000
 
 
-class FlowerConfig(_Strict):
+class FlowerConfig(Strict):
     """What Flower's simulation gives each client; no result depends on it."""
 
     num_cpus: Annotated[float, Field(gt=0, description="cores of a client")] = 1.0
@@ -121,7 +55,7 @@ class FlowerConfig(_Strict):
     address: Annotated[str, Field(description="a Ray cluster that runs already; auto: this machine's")] = ""
 
 
-class SecurityConfig(_Strict):
+class SecurityConfig(Strict):
     """Whether clients sign what they send, and where the server has their public keys.
 
     Without ``signing_keys``, a folder of ``NAME.pub`` files, keys are made from the run's seed; these are for
@@ -132,7 +66,7 @@ class SecurityConfig(_Strict):
     signing_keys: Path | None = None
 
 
-class AggregationConfig(_Strict):
+class AggregationConfig(Strict):
     """Secure aggregation: the server sees the sums of ``secure_groups`` groups only; 0: every update.
 
     The settings are those of :class:`fedplat.strategies.secure_aggregation.SecureAggregation`.
@@ -145,7 +79,7 @@ class AggregationConfig(_Strict):
     max_weight: Annotated[int, Field(ge=1, description="above 1: clients weigh by samples up to it")] = 1
 
 
-class PrivacyConfig(_Strict):
+class PrivacyConfig(Strict):
     """Differential privacy of clients: noise from the server (``central``), from each client, or ``none``."""
 
     mode: Literal["none", "central", "local"] = "none"
@@ -155,28 +89,7 @@ class PrivacyConfig(_Strict):
     budget: Annotated[float | None, Field(gt=0, description="epsilon not to be exceeded")] = None
 
 
-class DevicesConfig(Part):
-    """What memory and links each client's device has in each round."""
-
-    kind: ClassVar[str] = "devices"
-    name: str = "unlimited"
-
-
-class HardwareConfig(Part):
-    """How fast the devices compute, and what energy that and their radios take."""
-
-    kind: ClassVar[str] = "hardware"
-    name: str = "drawn"
-
-
-class AvailabilityConfig(Part):
-    """In which rounds a device is there, besides what its log says."""
-
-    kind: ClassVar[str] = "availability"
-    name: str = "always"
-
-
-class EmulationConfig(_Strict):
+class EmulationConfig(Strict):
     """What happens to clients on emulated devices.
 
     A round's deadline is in simulated seconds; late replies are dropped, or waited for. A device drops out
@@ -193,14 +106,7 @@ class EmulationConfig(_Strict):
     enforce: bool = False
 
 
-class CompressionConfig(Part):
-    """How clients compress what they send."""
-
-    kind: ClassVar[str] = "compressors"
-    name: str = "none"
-
-
-class ExperimentConfig(_Strict):
+class ExperimentConfig(Strict):
     """A situation, and the strategies that are run on it.
 
     Fields typed as plain parts here hold the settings of the named part too; see :func:`load`.
@@ -229,6 +135,7 @@ class ExperimentConfig(_Strict):
     availability: AvailabilityConfig = AvailabilityConfig()
     emulation: EmulationConfig = EmulationConfig()
     compression: CompressionConfig = CompressionConfig()
+    submodels: SubModelsConfig = SubModelsConfig()
     flower: FlowerConfig = FlowerConfig()
     strategy: Any = None
 
@@ -245,6 +152,8 @@ class ExperimentConfig(_Strict):
                 del values[key]
         if self.compression.name == "none":
             del values["compression"]
+        if self.submodels.name == "full" and not self.submodels.public_samples:
+            del values["submodels"]
         for table in (values.get("strategy") or {}).values():
             if not table["before"]:
                 del table["before"]
@@ -259,6 +168,10 @@ class ExperimentConfig(_Strict):
         for key in ("root", "download"):
             content["data"].pop(key, None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+    def submodels_of(self, name: str) -> SubModelsConfig:
+        """Return the sub-models of one of ``strategies``: its own, or those of all."""
+        return self.strategy_part(name).submodels or self.submodels
 
     def strategy_part(self, name: str) -> StrategyConfig:
         """Return one of ``strategies`` with its settings."""
@@ -277,6 +190,7 @@ _PARTS: dict[str, type[Part]] = {
     "hardware": HardwareConfig,
     "availability": AvailabilityConfig,
     "compression": CompressionConfig,
+    "submodels": SubModelsConfig,
 }
 
 
@@ -332,7 +246,7 @@ def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
             for i, name in enumerate(strategies)
             for schema in [_strategy_schema(name, raw.get("strategy"), where)]
         }
-        table_schema = create_model("StrategyTable", __base__=_Strict, **named)  # type: ignore[call-overload]
+        table_schema = create_model("StrategyTable", __base__=Strict, **named)  # type: ignore[call-overload]
         fields["strategy"] = (table_schema, table_schema())
     return create_model("Experiment", __base__=ExperimentConfig, **fields)
 
@@ -347,8 +261,15 @@ def _strategy_schema(name: str, tables: Any, where: str) -> type[Any]:
         schema = _part_schema(StrategyConfig, table["name"], f"{where}: strategy.{name}.name")
     else:
         schema = _part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)
-    before = _list_schema(PreAggregatorConfig, table.get("before"), f"{where}: strategy.{name}.before")
-    return create_model(schema.__name__, __base__=schema, before=(before, ())) if before else schema
+    own: dict[str, Any] = {}
+    if before := _list_schema(PreAggregatorConfig, table.get("before"), f"{where}: strategy.{name}.before"):
+        own["before"] = (before, ())
+    submodels = table.get("submodels")
+    if isinstance(submodels, Mapping):
+        scheme = submodels.get("name", SubModelsConfig.model_fields["name"].get_default())
+        part = _part_schema(SubModelsConfig, scheme, f"{where}: strategy.{name}.submodels.name")
+        own["submodels"] = (part | None, None)
+    return create_model(schema.__name__, __base__=schema, **own) if own else schema
 
 
 def _list_schema(base: type[Part], tables: Any, where: str) -> Any:
@@ -375,10 +296,6 @@ def _part_schema(base: type[Part], name: Any, where: str, show_name: bool = True
     exclude = None if show_name else True
     own_name = (Literal[name], Field(default=name, exclude=exclude))
     return create_model(f"{base.__name__}[{name}]", __base__=base, name=own_name, **settings)  # type: ignore[call-overload]
-
-
-def _base_of(part: type[Part]) -> type[Part]:
-    return next(c for c in part.__mro__ if "[" not in c.__name__ and issubclass(c, Part))
 
 
 def _field_name(index: int) -> str:

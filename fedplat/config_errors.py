@@ -39,7 +39,7 @@ def _keys_at(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
     for step in location:
         if isinstance(current, type) and issubclass(current, BaseModel):
             names = {field.alias or name: field.annotation for name, field in current.model_fields.items()}
-            current = names.get(step)
+            current = _without_none(names.get(step))
         else:
             options = get_args(current)
             if len(options) == 2 and options[1] is Ellipsis:
@@ -50,6 +50,12 @@ def _keys_at(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
             field.alias or name for name, field in current.model_fields.items() if not field.exclude
         )
     return []
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return what else a value may be that may be None."""
+    options = [option for option in get_args(annotation) if option is not type(None)]
+    return options[0] if len(options) == 1 and type(None) in get_args(annotation) else annotation
 
 
 def _value_at(raw: Any, location: Sequence[str]) -> Any:

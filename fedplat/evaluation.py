@@ -17,6 +17,8 @@ from .models.flat import FlatModel
 from .rounds import EvaluateFn
 
 SUCCESS = "attack-success."
+PART = "accuracy-of."
+"""How the names of sub-models' accuracies begin."""
 
 
 def evaluation_of(

@@ -46,8 +46,10 @@ from .rounds import EvaluateFn, Round, rounds
 from .security.privacy import BudgetSpent
 from .security.validation import ReplyRules
 from .strategies.composed import FederatedStrategy
+from .strategies.fedconv import LearnedWeights, ServerAlone
 from .strategies.similarity import FLTrust
 from .strategies.wrapper import innermost, load_state, state_of
+from .submodel_setup import context_of, evaluation_with_parts, schedule_for, scheme_for
 from .verdicts import is_malicious
 
 
@@ -174,7 +176,9 @@ def run_strategy(
                 timeout=config.timeout,
                 train_config=clients.told,
                 evaluate_config=clients.told,
-                evaluate_fn=situation.evaluate_fn,
+                evaluate_fn=evaluation_with_parts(
+                    situation.evaluate_fn, strategy, situation.task, config.evaluation.batch_size
+                ),
                 after=done,
             )
         ):
@@ -344,9 +348,7 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
     part = config.strategy_part(name)
     target, settings = registry.find("strategies", part.name).load(), part.settings()
     clients = situation.num_clients
-    known_devices = (
-        situation.devices.schedule if situation.devices and config.emulation.ask == "available" else None
-    )
+    scheme = scheme_for(config, name, situation)
     if inspect.isclass(target) and issubclass(target, FederatedStrategy):
         # Data of the server's own are no setting: they are handed to the strategies that ask for them.
         if issubclass(target, FLTrust):
@@ -358,11 +360,16 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
             seed=config.seed,
             rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
             fraction_evaluate=0.0,
-            devices=known_devices,
+            submodels=scheme,
+            devices=schedule_for(config, scheme, situation),
             **{"min_nodes": clients, **engine.waits},
         )
         inner = cast(FederatedStrategy, strategy)
+        if isinstance(strategy, LearnedWeights | ServerAlone):
+            strategy.bind(context_of(config, config.submodels_of(name), situation))
         inner.aggregator.check(config.aggregation.secure_groups or inner.selector.count(clients))
+    elif config.submodels_of(name).name != "full":
+        raise UserError(f"strategy '{part.name}' is Flower's own, which sends the whole model to everyone")
     else:
         strategy = cast(Strategy, target(**settings))
     return protected(strategy, config, clients, simulation=engine.simulated)

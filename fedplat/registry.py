@@ -62,6 +62,7 @@ SINGULAR = {
     "hardware": "hardware",
     "availability": "availability",
     "compressors": "compressor",
+    "submodels": "sub-model scheme",
 }
 KINDS = tuple(SINGULAR)
 

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Strategy
 
 from .clients.attacks import Attack
 from .emulation.grid import EmulatedGrid
-from .evaluation import SUCCESS
+from .evaluation import PART, SUCCESS
 from .results.detection import detection
 from .rounds import Round
 from .strategies.reports import ClientReport
@@ -38,6 +38,7 @@ def client_records(current: Round, strategy: Strategy, attacks: Mapping[int, Att
             "verdict": report.verdict,
             "update_norm": report.update_norm,
             **_truth(attacks.get(report.client)),
+            **({} if report.submodel == "full" else {"submodel": report.submodel}),
             **report.scores,
         }
         for report in sorted(reports, key=lambda report: report.client)
@@ -61,6 +62,7 @@ def round_record(
         "weight": sum(row["weight"] for row in malicious),
         "success": {k.removeprefix(SUCCESS): v for k, v in metrics.items() if k.startswith(SUCCESS)},
     }
+    parts = {k.removeprefix(PART): v for k, v in metrics.items() if k.startswith(PART)}
     return {
         "round": current.number,
         "accuracy": metrics.get("accuracy"),
@@ -74,6 +76,7 @@ def round_record(
             status: sum(row["status"] == status for row in clients)
             for status in ("accepted", "refused", "failed")
         },
+        **({"submodels": parts} if parts else {}),
         "bytes_down": current.bytes_down,
         "bytes_up": current.bytes_up,
         "seconds": current.seconds,

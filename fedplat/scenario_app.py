@@ -31,7 +31,9 @@ _EXECUTION_KEY = "fedplat.execution"
 _DEVICE_KEY = "fedplat.device"
 _PATHS = ("hf:/", "hf:.", "hf:~")
 _SECURE_QUESTIONS = (KEYS, SHARES, UNMASK)
-_SERVERS_BUSINESS = ("description", "strategies", "strategy", "selection", "evaluation", "timeout", "flower")
+_SERVERS_BUSINESS = (
+    *("description", "strategies", "strategy", "selection", "evaluation", "timeout", "flower", "submodels"),
+)
 
 
 def told_to_clients(

@@ -34,12 +34,14 @@ from .replies import (
     Accepted,
     accepted_reports,
     new_model,
+    plan_of_round,
     rows_per_block,
     stack_coverage,
     weighted_metrics,
 )
 from .reports import ClientReport
 from .selectors import Selector
+from .submodel_round import parts_for
 from .submodels import FULL, FullModel, SubModelScheme, SubModelSpec
 from .topology import Flat, Topology
 
@@ -113,6 +115,7 @@ class FederatedStrategy(Strategy):
         self._reference: FlatArrays | None = None
         self._plan: RoundPlan | None = None
         self._assigned: dict[int, tuple[SubModelSpec, Layout]] = {}
+        self._left_out: list[ClientReport] = []
         self._asked: list[Metadata] = []
 
     # Training ----------------------------------------------------------------------------------------------
@@ -129,35 +132,37 @@ class FederatedStrategy(Strategy):
         chosen = self._chosen(present(nodes, self._devices, server_round), server_round)
         # Floating arrays of any width take part in the arithmetic; they are sent in their own type.
         self._reference = FlatArrays.of_record(arrays, Layout.of_record(arrays, promote=True))
-        self._assigned = {}
-        contents: dict[SubModelSpec, RecordDict] = {}
-        layouts: dict[SubModelSpec, Layout] = {}
-        messages = []
-        for node in chosen:
-            spec = self.submodels.assign(node, budget_of(self._devices, node, server_round), server_round)
-            if spec not in contents:
-                part = self.submodels.extract(self._reference, spec)
-                record = arrays if part is self._reference else part.to_record()
-                contents[spec] = self._content(record, config, server_round, spec)
-                layouts[spec] = part.layout
-            self._assigned[node.node_id] = spec, layouts[spec]
-            messages.append(
-                Message(contents[spec], node.node_id, MessageType.TRAIN, group_id=str(server_round))
-            )
-        self._plan = _plan(self._reference, server_round, len(messages))
+        budgets = [(node, budget_of(self._devices, node, server_round)) for node in chosen]
+        parts = parts_for(self.submodels, budgets, self._reference, arrays, server_round)
+        if parts.left_out and (reason := self._too_few(len(parts.chosen), server_round)):
+            parts = parts.for_nobody(reason)
+        self._left_out = parts.left_out
+        self._assigned = {node.node_id: (spec, parts.layouts[spec]) for node, spec in parts.chosen}
+        contents = {
+            spec: self._content(record, config, server_round, spec) for spec, record in parts.records.items()
+        }
+        messages = [
+            Message(contents[spec], node.node_id, MessageType.TRAIN, group_id=str(server_round))
+            for node, spec in parts.chosen
+        ]
+        self._plan = plan_of_round(self._reference, server_round, len(messages))
         self._asked = [message.metadata for message in messages]
         return messages
 
     def _chosen(self, nodes: list[Node], server_round: int) -> list[Node]:
         """Return the participants of a round; nobody if too few nodes are there."""
-        if not nodes:
-            return []
-        try:
-            self.aggregator.check(self.selector.count(len(nodes)))
-        except InfeasibleError as error:
-            log.warning("round %d: nobody is asked, with %d nodes there: %s", server_round, len(nodes), error)
+        if not nodes or self._too_few(self.selector.count(len(nodes)), server_round):
             return []
         return self.selector.select(nodes, generator(self._seed, "select", server_round), server_round)
+
+    def _too_few(self, clients: int, server_round: int) -> str:
+        """Return why so many are too few for the rule to work on, which is logged; empty if they are not."""
+        try:
+            self.aggregator.check(clients)
+        except InfeasibleError as error:
+            log.warning("round %d: nobody is asked, with %d nodes there: %s", server_round, clients, error)
+            return str(error)
+        return ""
 
     def replies_at_a_time(self) -> int | None:
         """Return how many replies of the round just configured are combined at a time; None means all.
@@ -188,7 +193,7 @@ class FederatedStrategy(Strategy):
         reference = self._reference
         if reference is None:
             raise RuntimeError("aggregate_train was called before configure_train")
-        self.reports, self.diagnostics = [], {}
+        self.reports, self.diagnostics = list(self._left_out), {}
         at_a_time = self.replies_at_a_time()
         running = self.aggregator.running(self._plan) if at_a_time and self._plan else None
         if at_a_time and running is not None:
@@ -199,9 +204,9 @@ class FederatedStrategy(Strategy):
             log.warning("round %d: no valid reply, the model stays as it is", server_round)
             return None, None
         accepted, aggregate = done
-        new = new_model(accepted, aggregate, reference)
+        new = self.submodels.finish_round(new_model(accepted, aggregate, reference), server_round)
         self._report_accepted(accepted, aggregate)
-        self.diagnostics = dict(aggregate.diagnostics)
+        self.diagnostics = {**aggregate.diagnostics, **self.submodels.diagnostics}
         shares = accepted.num_examples / accepted.num_examples.sum()
         key = self.rules.weighted_by_key
         return new.to_record(), MetricRecord(dict(weighted_metrics(accepted.metrics, shares, key)))
@@ -355,11 +360,12 @@ class FederatedStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the strategy remembers from round to round, for a checkpoint."""
-        return {"aggregator": self.aggregator.state_dict()}
+        return {"aggregator": self.aggregator.state_dict(), "submodels": self.submodels.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned."""
         self.aggregator.load_state_dict(state["aggregator"])
+        self.submodels.load_state_dict(state.get("submodels", {}))
 
     def summary(self) -> None:
         """Log the parts."""
@@ -383,16 +389,11 @@ class FederatedStrategy(Strategy):
         node_of = {self._identity(node_id): node_id for node_id in self._assigned}
         node_ids = [node_of.get(identity, identity) for identity in accepted.node_ids.tolist()]
         clients = [self.client_of(node_id) for node_id in node_ids]
-        self.reports += accepted_reports(accepted, aggregate, node_ids, clients)
+        kinds = [self._assigned[node_id][0].kind for node_id in node_ids]
+        self.reports += accepted_reports(accepted, aggregate, node_ids, clients, kinds)
         self.reports.sort(key=lambda report: report.client)
 
 
 def _place(node: Node) -> tuple[bool, int]:
     """Order nodes by partition; those that do not tell theirs come last, by id."""
     return node.partition is None, node.key
-
-
-def _plan(reference: FlatArrays, server_round: int, clients: int) -> RoundPlan:
-    # torch warns about read-only memory; the reference is only ever read.
-    vector = reference.vector if reference.vector.flags.writeable else reference.vector.copy()
-    return RoundPlan(torch.from_numpy(vector), reference.layout.num_params, server_round, clients)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedplat.arrays import FlatArrays, Layout
 from fedplat.updates import ClientUpdates
 
-from .aggregators import Aggregate
+from .aggregators import Aggregate, RoundPlan
 from .reports import ClientReport
 
 STREAM_ABOVE = 1 << 30
@@ -107,10 +107,21 @@ def stack_coverage(coverages: list[torch.Tensor | None], layout: Layout) -> torc
     return torch.stack([everything if c is None else c for c in coverages])
 
 
+def plan_of_round(reference: FlatArrays, server_round: int, clients: int) -> RoundPlan:
+    """Return what is known of a round in which so many clients are asked."""
+    # torch warns about read-only memory; the reference is only ever read.
+    vector = reference.vector if reference.vector.flags.writeable else reference.vector.copy()
+    return RoundPlan(torch.from_numpy(vector), reference.layout.num_params, server_round, clients)
+
+
 def accepted_reports(
-    accepted: Accepted, aggregate: Aggregate, node_ids: Sequence[int], clients: Sequence[int]
+    accepted: Accepted,
+    aggregate: Aggregate,
+    node_ids: Sequence[int],
+    clients: Sequence[int],
+    kinds: Sequence[str],
 ) -> list[ClientReport]:
-    """Return the reports on the replies that were combined, in their order."""
+    """Return the reports on the replies that were combined, in their order; ``kinds`` are of sub-models."""
     return [
         ClientReport(
             node_id,
@@ -122,6 +133,7 @@ def accepted_reports(
             update_norm=float(accepted.update_norms[i]),
             metrics=accepted.metrics[i],
             scores={name: float(values[i]) for name, values in aggregate.scores.items()},
+            submodel=kinds[i],
         )
         for i, (node_id, client) in enumerate(zip(node_ids, clients, strict=True))
     ]

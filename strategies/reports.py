@@ -11,6 +11,7 @@ class ClientReport:
     """What became of one client's reply in one round.
 
     ``status`` is ``accepted``, ``refused`` (not a valid reply) or ``failed`` (the client sent an error);
+    A client whom no sub-model fits is ``failed`` too; ``submodel`` is the kind that it got.
     ``weight`` is its share in the new model, ``update_norm`` the L2 norm of its update; ``scores`` are
     further figures of the rule, such as a credibility.
     """
@@ -25,3 +26,4 @@ class ClientReport:
     update_norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, float] = field(default_factory=dict)
+    submodel: str = "full"

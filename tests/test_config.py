@@ -253,3 +253,24 @@ def test_steps_before_a_rule_are_part_of_the_strategys_table() -> None:
     wrong = {"krum": {"before": [{"name": "bucketing", "size": 0}]}}
     with pytest.raises(UserError, match=r"strategy.krum.before.0.size"):
         load(raw(strategies=["krum"], strategy=wrong), "test.toml")
+
+
+def test_a_wrong_key_of_a_strategys_sub_models_is_told_with_those_allowed() -> None:
+    part = {"name": "mean", "submodels": {"name": "heterofl", "width": [1.0]}}
+    raw = {
+        "name": "x", "rounds": 1, "strategies": ["a"], "data": {"name": "digits"}, "model": {"name": "mlp"},
+        "partition": {"name": "iid", "clients": 4}, "strategy": {"a": part},
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"strategy.a.submodels.width: unknown key; did you mean 'widths'\?"):
+        load(raw, "x.toml")
+
+
+def test_samples_of_the_servers_own_stay_in_a_configuration_without_sub_models() -> None:
+    raw = {
+        "name": "x", "rounds": 1, "strategies": ["server-alone"], "data": {"name": "digits"},
+        "model": {"name": "mlp"}, "partition": {"name": "iid", "clients": 4},
+        "submodels": {"public_samples": 100},
+    }  # fmt: skip
+    config = load(raw, "x.toml")
+    assert config.to_dict()["submodels"] == {"name": "full", "public_samples": 100}
+    assert load(config.to_dict(), "x.toml").digest() == config.digest()

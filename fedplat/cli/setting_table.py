@@ -117,18 +117,9 @@ def _limits(metadata: Iterable[Any]) -> list[str]:
 
 
 def _common(kind: str) -> list[Setting]:
-    from .. import config
+    from ..config_parts import Part
 
-    parts = (
-        config.DataConfig,
-        config.PartitionConfig,
-        config.ModelConfig,
-        config.SelectionConfig,
-        config.AttackConfig,
-        config.StrategyConfig,
-        config.PreAggregatorConfig,
-    )
-    fields = next(part.model_fields for part in parts if part.kind == kind)
+    fields = next(part.model_fields for part in Part.__subclasses__() if part.kind == kind)
     empty = inspect.Parameter.empty
     return [
         Setting(name, Annotated[field.annotation, field], empty if field.is_required() else field.default)

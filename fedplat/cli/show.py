@@ -31,6 +31,7 @@ _IN_A_SCENARIO = {
     "hardware": '[hardware], name = "{name}"',
     "availability": '[availability], name = "{name}"',
     "compressors": '[compression], name = "{name}"',
+    "submodels": '[submodels] or [strategy.STRATEGY.submodels], name = "{name}"',
 }
 
 

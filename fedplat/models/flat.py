@@ -57,11 +57,12 @@ class FlatModel:
             if entry.name in parameters:
                 self._gradients.append((parameters[entry.name], self.grad[part].view(entry.shape)))
         self.params = nn.Parameter(self.vector[: self.layout.num_params])
+        self.channels_last = self.device.type == "cpu" and channels_last_works(module)
         self.bind_grad()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the module's forward pass; on a CPU, images go in channels last, which is faster."""
-        if x.ndim == 4 and self.device.type == "cpu":
+        if x.ndim == 4 and self.channels_last:
             x = x.to(memory_format=torch.channels_last)
         output: Tensor = self.module(x)
         return output
@@ -92,6 +93,21 @@ class FlatModel:
         if arrays.layout is not self.layout and arrays.layout != self.layout:
             names = {entry.name for entry in set(arrays.layout.entries) ^ set(self.layout.entries)}
             raise LayoutError(f"the arrays do not fit the model: {', '.join(sorted(names)) or 'other order'}")
+
+
+def channels_last_works(module: nn.Module) -> bool:
+    """Return whether a module can be trained with images in channels last on a CPU.
+
+    With torch 2.14, the backward pass of a strided 1x1 convolution of up to 6 channels then writes beyond its
+    memory, which ends the process sooner or later; narrow parts of ResNets have such shortcuts.
+    """
+    return not any(
+        isinstance(layer, nn.Conv2d)
+        and layer.in_channels < 8
+        and layer.kernel_size == (1, 1)
+        and layer.stride != (1, 1)
+        for layer in module.modules()
+    )
 
 
 def _check(state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:

@@ -176,8 +176,7 @@ def test_flowers_own_fedavg_runs_around_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [(name, PARTS) for name in COMPRESSORS]
-    + [(name, {**PARTS, **OTHER_FLOATS}) for name in COMPRESSORS],
+    [(name, PARTS) for name in COMPRESSORS] + [(name, {**PARTS, **OTHER_FLOATS}) for name in COMPRESSORS],
 )
 def test_signatures_made_within_hold_for_the_model_that_is_aggregated(name: str, start: dict) -> None:
     compressor = COMPRESSORS[name]

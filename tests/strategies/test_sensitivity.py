@@ -30,7 +30,7 @@ from fedplat.updates import ClientUpdates
 from ..flower_apps import record, replies_to
 from .test_differential_privacy import QUIET, START, ask, central, model, one_round
 
-REFUSED = {"fltrust", "sign-vote", "residual-reweighting", "flame"}
+REFUSED = {"fltrust", "sign-vote", "residual-reweighting", "flame", "fedconv-weights", "server-alone"}
 
 
 def built(name: str) -> Strategy:
