@@ -27,7 +27,7 @@ from .models.cutting_costs import CutCosts
 from .rng import generator
 from .rounds import EvaluateFn
 from .strategies.composed import FederatedStrategy
-from .strategies.submodels import FullModel, SubModelContext, SubModelScheme, layout_of
+from .strategies.submodels import CutScheme, FullModel, SubModelContext, SubModelScheme, layout_of
 from .strategies.wrapper import innermost
 from .submodel_options import SubModelOptions
 
@@ -150,9 +150,10 @@ def evaluation_with_parts(
             shape = SubModelOptions.of(dict(spec.config)).shape
             model = models.model(shape)
             model.load(scheme.extract(whole, spec))
-            if shape.static_norm and (public := scheme.context.public) is not None:
+            if shape.static_norm and isinstance(scheme, CutScheme) and scheme.context.public:
                 # Statistics of the whole model are not those of a part.
-                reestimate_batch_norm(model.module, public()[0].to(task.device).split(batch_size))
+                samples, _ = scheme.context.public()
+                reestimate_batch_norm(model.module, samples.to(task.device).split(batch_size))
             metrics[PART + name] = evaluate(model, *test_set(), task.dataset.num_classes, batch_size).accuracy
         return metrics
 
