@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
 from pydantic import Field
@@ -28,8 +28,32 @@ Per = Literal["tensor", "element"]
 Start = Literal["ones", "normal"]
 
 
-class LearnedWeightsRule(Aggregator):
+class ServerDataRule(Aggregator):
+    """A rule that trains on data of the server's own, which it is given by :meth:`bind`."""
+
+    name: ClassVar[str]
+    _given: Bound | None = None
+
+    def bind(self, context: SubModelContext) -> None:
+        """Take part in a run; raises UserError without server data, or for a model with BatchNorm."""
+        bound = Bound(context)
+        _ = bound.split, bound.net
+        self._given = bound
+
+    @property
+    def bound(self) -> Bound:
+        """The run; raises UserError before it is known."""
+        if self._given is None:
+            raise UserError(
+                f"{self.name} does not know the model yet: call bind(SubModelContext.of(...)) first"
+            )
+        return self._given
+
+
+class LearnedWeightsRule(ServerDataRule):
     """W_l = Σⱼ v_jl · sⱼ · w_jl / Σⱼ sⱼ with v fitted on the server's data; kept by node."""
+
+    name = "fedconv-weights"
 
     def __init__(
         self,
@@ -49,21 +73,10 @@ class LearnedWeightsRule(Aggregator):
         self.plan = plan
         self.seed = seed
         self.kept: dict[int, Tensor] = {}
-        self._bound: Bound | None = None
-
-    def bind(self, context: SubModelContext) -> None:
-        """Take part in a run; raises UserError without server data, or for a model with BatchNorm."""
-        bound = Bound(context)
-        _ = bound.split, bound.net
-        self._bound = bound
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Fit the weights of this round's clients from where they were, and combine."""
-        if self._bound is None:
-            raise UserError(
-                "fedconv-weights does not know the model yet: call bind(SubModelContext.of(...)) first"
-            )
-        bound, p = self._bound, updates.layout.num_params
+        bound, p = self.bound, updates.layout.num_params
         order = torch.from_numpy(updates.node_ids.argsort())  # so that the order of clients is no matter
         rows = updates.params[order, :p].double()
         claimed = torch.from_numpy(updates.num_examples)[order].double()
@@ -246,29 +259,20 @@ class LearnedWeights(FederatedStrategy):
         self._rule.bind(context)
 
 
-class ServerAloneRule(Aggregator):
+class ServerAloneRule(ServerDataRule):
     """The model sent, trained on the server's data; the clients' play no part."""
+
+    name = "server-alone"
 
     def __init__(self, plan: FitPlan, seed: int) -> None:
         self.plan = plan
         self.seed = seed
-        self._bound: Bound | None = None
-
-    def bind(self, context: SubModelContext) -> None:
-        """Take part in a run; raises UserError without server data, or for a model with BatchNorm."""
-        bound = Bound(context)
-        _ = bound.split, bound.net
-        self._bound = bound
 
     def __call__(self, updates: ClientUpdates) -> Aggregate:
         """Train; nobody has a share in the outcome."""
-        if self._bound is None:
-            raise UserError(
-                "server-alone does not know the model yet: call bind(SubModelContext.of(...)) first"
-            )
         rng = generator(self.seed, "server-alone", updates.server_round)
         start = updates.reference[None, : updates.layout.num_params].clone()
-        fitted = self._bound.tuned(self._bound.net, start, self.plan, rng)
+        fitted = self.bound.tuned(self.bound.net, start, self.plan, rng)
         nobody = torch.zeros(len(updates), dtype=torch.float64)
         figures = {"server-accuracy": float(fitted.accuracy[0]), "server-steps": float(fitted.steps)}
         return Aggregate(fitted.values[0].cpu(), nobody, nobody > 0, diagnostics=figures)

@@ -78,7 +78,7 @@ def test_learned_weights_predict_the_servers_samples_better_than_the_mean(per) -
     rule = rule_of(per, epochs=15)
     updates = updates_of([0, 1, 2, 3])
     made = rule(updates)
-    bound = rule._bound
+    bound = rule.bound
     assert bound is not None
     rows = torch.stack([fedavg(updates).float(), made.vector])
     loss, _ = judged(bound.net, rows, bound.split)
@@ -189,7 +189,7 @@ def test_a_server_alone_learns_whatever_clients_send() -> None:
         vectors.append(np.concatenate([made[name].numpy().ravel() for name in made]))
         assert [report.weight for report in strategy.reports] == [0, 0, 0]
     assert np.array_equal(*vectors)
-    bound = strategy._rule._bound
+    bound = strategy._rule.bound
     assert bound is not None
     rows = torch.stack([torch.from_numpy(vectors[0]), vector_of(start_model())])
     loss, _ = judged(bound.net, rows, bound.split)
