@@ -279,8 +279,7 @@ class FederatedStrategy(Strategy):
         pairs = [(self._nodes[sender(m, asked)], m) for m in replies]
         pairs.sort(key=lambda pair: _place(pair[0]))
         nodes: list[Node] = []
-        models: list[FlatArrays] = []
-        coverages: list[torch.Tensor | None] = []
+        received: list[tuple[FlatArrays, SubModelSpec]] = []
         counts: list[int] = []
         metrics: list[dict[str, float]] = []
         for node, message in pairs:
@@ -301,20 +300,19 @@ class FederatedStrategy(Strategy):
             except ReplyRefused as refusal:
                 self._report(node, "refused", str(refusal))
                 continue
-            model, coverage = self.submodels.restore(arrays, spec, reference)
             nodes.append(node)
-            models.append(model)
-            coverages.append(coverage)
+            received.append((arrays, spec))
             counts.append(count)
             metrics.append(scalar_metrics(message))
         if not nodes:
             return None
+        restored = self.submodels.restore_all(received, reference)
         updates = ClientUpdates.stack(
-            models,
+            [model for model, _ in restored],
             reference,
             [self._identity(n.node_id) for n in nodes],
             counts,
-            stack_coverage(coverages, reference.layout),
+            stack_coverage([coverage for _, coverage in restored], reference.layout),
         )
         finite = updates.finite_rows()
         for node, count, ok in zip(nodes, counts, finite, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,12 @@ class SubModelScheme:
         ``model`` is the global model that the round started from; uncovered elements keep its values.
         """
         return arrays, None
+
+    def restore_all(
+        self, replies: Sequence[tuple[FlatArrays, SubModelSpec]], model: FlatArrays
+    ) -> list[tuple[FlatArrays, torch.Tensor | None]]:
+        """Return what :meth:`restore` does of each reply of a round, for a scheme that is faster at many."""
+        return [self.restore(arrays, spec, model) for arrays, spec in replies]
 
     def finish_round(self, new_model: FlatArrays, server_round: int) -> FlatArrays:
         """Return what becomes of the new model: itself, or another in its place."""

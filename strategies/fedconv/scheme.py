@@ -19,7 +19,7 @@ from fedplat.rng import torch_seed
 from ..nodes import Node
 from ..submodels import SubModelContext, SubModelSpec
 from .filters import BlockSettings, FilterBank, Init, Residual
-from .fitting import FitPlan, Fitted, Logits, Named, fit
+from .fitting import FitPlan, Fitted, Logits, Named, fit, judged
 from .server_side import ServerNet, ServerTrained, arrays_of, groups, vector_of
 from .settings import (
     Accuracy,
@@ -102,7 +102,7 @@ class FedConvScheme(ServerTrained):
     weight, one kernel K and projection P per place of a kernel, fitted so that the small model predicts the
     server's samples well. Clients train it and know of no filters. One set of transposed filters per client
     makes its reply large, fitted likewise. So every reply covers the whole model, and every aggregator works
-    on them. Filters are kept from round to round, a client's under its number. Only filters are fitted.
+    on them. Filters are kept, a client's under its number; a fit starts from them unless fresh ones are better.
 
     Four fifths of the server's samples are fitted on, the rest chooses the epoch. Filters whose accuracy
     there is below ``least_accuracy`` start anew up to ``restarts`` times; then the first units are taken
@@ -155,7 +155,9 @@ class FedConvScheme(ServerTrained):
         ] = None,
         restarts: Annotated[int, Field(ge=0, description="times that bad filters start anew")] = 3,
         least_accuracy: Accuracy = None,
-        warm_start: Annotated[bool, Field(description="keep filters from round to round")] = True,
+        warm_start: Annotated[
+            bool, Field(description="go on with a round's filters in the next, where fresh ones are worse")
+        ] = True,
         pretrain_epochs: Epochs = None,
         finetune_global_epochs: Epochs = None,
         finetune_client_epochs: Epochs = None,
@@ -283,7 +285,7 @@ class FedConvScheme(ServerTrained):
             return large
         problem = Problem(self.filters("dilate", ratio), net.named.split(values), self.bound.net)
         if self.settings.dilate == "update":
-            sent = self._on_device(vector_of(self._sent_to(ratio)))
+            sent = self._on_device(vector_of(self._sent[ratio]))
             base = self._on_device(vector_of(self.model)[None])
             problem = Problem(
                 problem.filters,
@@ -297,10 +299,6 @@ class FedConvScheme(ServerTrained):
             if ok:
                 large[i] = arrays_of(row, self.bound.context.layout)
         return large
-
-    def _sent_to(self, ratio: float) -> FlatArrays:
-        """Return what clients of a width were sent in this round."""
-        return self._sent[ratio]
 
     def _filtered(
         self,
@@ -320,10 +318,9 @@ class FedConvScheme(ServerTrained):
             where = (level, client, self.server_round, attempt)
             return problem.filters.fresh(torch_seed(seed, f"fedconv-filters-{direction}", *where))
 
-        known = self.kept if self.warm_start else {}
-        values = self._on_device(
-            torch.stack([known.get(k, fresh(c, 0)) for k, c in zip(keys, clients, strict=True)])
-        )
+        values = self._on_device(torch.stack([fresh(client, 0) for client in clients]))
+        if self.warm_start and any(key in self.kept for key in keys):
+            values = self._better(problem, [self.kept.get(key) for key in keys], values)
         rows, good = torch.arange(len(clients)), torch.zeros(len(clients), dtype=torch.bool)
         for attempt in range(self.restarts + 1):
             start = values[rows] if not attempt else self._fresh_rows(fresh, clients, rows, attempt)
@@ -350,6 +347,19 @@ class FedConvScheme(ServerTrained):
             else:
                 self.kept.pop(key, None)
         return problem.vectors(values), good.tolist()
+
+    def _better(self, problem: Problem, kept: Sequence[Tensor | None], fresh: Tensor) -> Tensor:
+        """Return the filters (m, q) to start from: those kept, or fresh ones if they predict better.
+
+        Kept filters suit the weights of the round before: what they add to an update does not wear off.
+        """
+        values = torch.stack(
+            [new if old is None else self._on_device(old) for old, new in zip(kept, fresh, strict=True)]
+        )
+        logits = problem.logits(torch.arange(len(values)))
+        old_loss, new_loss = (judged(logits, one, self.bound.split)[0] for one in (values, fresh))
+        # Not a number is never better.
+        return torch.where((new_loss < old_loss.nan_to_num(torch.inf))[:, None], fresh, values)
 
     def _fresh_rows(
         self, fresh: Callable[[int, int], Tensor], clients: Sequence[int], rows: Tensor, attempt: int

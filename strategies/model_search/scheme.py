@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -88,6 +89,9 @@ class ModelSearch(CutScheme):
             Literal["auto", "off", "training", "always"],
             Field(description="divide what cut layers give by their width; auto: in training, if with norms"),
         ] = "auto",
+        tested: Annotated[
+            int, Field(ge=0, description="sub-models of the round to measure, besides the smallest")
+        ] = 8,
         distillation: Annotated[bool, Field(description="distil into sub-models after each round")] = False,
         distil_subnets: Annotated[int, Field(ge=1, description="sub-models per round")] = 5,
         distil_steps: Annotated[int, Field(ge=1, description="steps of Adam per sub-model")] = 20,
@@ -102,6 +106,7 @@ class ModelSearch(CutScheme):
         self.widths = tuple(widths)
         self.min_depth, self.transfer_s, self._scaler_setting = min_depth, transfer_s, scaler
         self.scaler: Scaler = "off"
+        self.tested = tested
         self.stop = EarlyStop(tau, patience, max_draws, coin)
         self._settings = (
             DistillationSettings(
@@ -198,8 +203,12 @@ class ModelSearch(CutScheme):
         return figures | self._distilled
 
     def parts_to_test(self, server_round: int) -> Mapping[str, SubModelSpec]:
-        """Return the smallest sub-model."""
-        return {"smallest": self._spec(self.space.smallest())}
+        """Return the smallest sub-model, and the ``tested`` that most clients of the round have."""
+        held = Counter(tuple(one.choice.tolist()) for one in self._found)
+        most = sorted(held, key=lambda choice: (-held[choice], choice))[: self.tested]
+        specs = [self._spec(np.array(choice, np.int64)) for choice in most]
+        parts = {spec.kind: spec for spec in specs if spec.config}
+        return {"smallest": self._spec(self.space.smallest()), **parts}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the architectures drawn, and the memory looked up, so far."""

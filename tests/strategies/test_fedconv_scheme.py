@@ -197,6 +197,18 @@ def test_filters_go_on_from_the_last_round_and_a_resumed_run_has_the_same_bits()
     assert first.diagnostics == resumed.diagnostics
 
 
+def test_kept_filters_that_have_become_bad_are_not_gone_on_from() -> None:
+    settings = {**QUICK, "widths": (0.5,), "compress_epochs": 0, "dilate_epochs": 0}
+    model = start_model()
+    fresh, spoilt = bound(FedConvScheme(**settings)), bound(FedConvScheme(**settings))
+    one_round(spoilt, model, 1, range(2))
+    first = next(key for key in spoilt.kept if key[0] == "dilate")
+    spoilt.kept = {key: value + 3.0 * (key == first) for key, value in spoilt.kept.items()}
+    outcomes = [one_round(scheme, model, 2, range(2)) for scheme in (fresh, spoilt)]
+    for c in outcomes[0]:
+        assert np.array_equal(outcomes[0][c][1].vector, outcomes[1][c][1].vector)
+
+
 def test_equal_seeds_give_equal_rounds_and_torchs_own_generator_is_left_alone() -> None:
     # Trap: the released code seeds by the clock.
     state = torch.get_rng_state()

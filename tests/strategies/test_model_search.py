@@ -226,7 +226,21 @@ def test_sub_models_go_out_and_come_back_to_where_they_were() -> None:
     assert covered is not None
     assert np.array_equal(back.vector[~covered.numpy()], model.vector[~covered.numpy()])
     assert np.allclose(back.vector[covered.numpy()], model.vector[covered.numpy()] + 1)
+
+
+def test_what_most_clients_have_is_measured_and_the_smallest_always() -> None:
+    scheme = bound(widths=(0.5, 1.0), tested=1)
+    model = arrays_of(FlatModel(seeded(tiny_resnet)))
+    full = scheme.costs.costs.nbytes(scheme.context.plan.full.sizes)
+    scheme.begin_round(model, 1)
     assert set(scheme.parts_to_test(1)) == {"smallest"}
+    rates = {0: full * 8 // 100, 1: full * 4 // 10, 2: full * 4 // 10}
+    kinds = [scheme.assign(node(i), Budget(10**9, rate, 10**9, True), 1) for i, rate in rates.items()]
+    assert kinds[0] != kinds[1]
+    parts = scheme.parts_to_test(1)
+    assert [name for name in parts if name != "smallest"] == [kinds[1].kind if kinds[1] else ""]
+    for spec in parts.values():
+        assert scheme.extract(model, spec).layout.dim < model.layout.dim
 
 
 def test_distillation_changes_the_model_only_if_it_is_on() -> None:
