@@ -190,7 +190,8 @@ def divergences(counts: Floats, target: Floats) -> Floats:
         return np.zeros(counts.shape[:-1])
     sums = counts.sum(axis=-1, keepdims=True)
     mix = np.divide(counts, sums, out=np.zeros_like(counts, dtype=np.float64), where=sums > 0)
-    terms = mix * np.log(np.where(mix > 0, mix / target, 1.0))
+    with np.errstate(divide="ignore"):  # a label that the target has not: infinitely far away
+        terms = mix * np.log(np.divide(mix, target, out=np.ones_like(mix), where=mix > 0))
     return np.where(sums[..., 0] > 0, np.maximum(terms.sum(axis=-1), 0.0), np.inf)
 
 
