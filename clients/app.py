@@ -20,6 +20,7 @@ from fedplat.rng import generator, seeded_torch, torch_seed
 from fedplat.submodel_options import Shape, SubModelOptions
 
 from .attacks import dispatch
+from .attacks.base import when
 from .mods.memory_cap import MemoryCapMod
 from .mods.secure_aggregation import SecureAggregationMod
 from .stacked import Learner
@@ -94,10 +95,10 @@ class ExperimentApp(GroupApp):
     def _train(self, message: Message, context: Context) -> Message:
         if self._stackable(message, context):
             return self._train_stacked([message], [context], _options(message).shape)[0]
-        task, keys, options = self._task, _who_and_when(message, context), _options(message)
+        task, keys, options = self._task, _keys(message, context), _options(message)
         model = self._model_with(message)
         # An attack without effect on the training leaves an honest client's: same batches, same bits.
-        attack = task.attack_of(*keys)
+        attack = task.attack_of(*keys[:2])
         x, y = attack.on_data(*task.samples(keys[0]), generator(task.seed, "attack-data", *keys))
         on_batch = functools.partial(attack.on_batch, rng=generator(task.seed, "attack-batch", *keys))
         with seeded_torch(task.seed, "client", *keys):
@@ -118,7 +119,7 @@ class ExperimentApp(GroupApp):
     def _train_stacked(self, messages: list[Message], contexts: list[Context], shape: Shape) -> list[Message]:
         task, model, trainer = self._task, self._parts.model(shape), self._parts.trainer(shape, self._exact)
         assert trainer is not None
-        who = [_who_and_when(*pair) for pair in zip(messages, contexts, strict=True)]
+        who = [_keys(*pair) for pair in zip(messages, contexts, strict=True)]
         x, y, rows = self._samples(who)
         learners = [
             Learner(
@@ -133,18 +134,20 @@ class ExperimentApp(GroupApp):
         trained, results = trainer.train(start, x, y, learners)
         return [self._reply(*four) for four in zip(messages, contexts, trained, results, strict=True)]
 
-    def _dropout_generator(self, keys: tuple[int, int]) -> torch.Generator:
+    def _dropout_generator(self, keys: tuple[int, ...]) -> torch.Generator:
         random = torch.Generator(self._task.device)
         return random.manual_seed(torch_seed(self._task.seed, "client", *keys))
 
-    def _samples(self, who: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
+    def _samples(self, who: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
         """Return samples and labels that hold all clients' own, and where each client's are."""
         task, attackers = self._task, [keys for keys in who if keys[0] in self._task.attacks]
         if task.resident is not None and not attackers:
             x, y, rows = task.resident
-            return x, y, [rows[partition] for partition, _ in who]
+            return x, y, [rows[keys[0]] for keys in who]
         pairs = [
-            task.attack_of(*keys).on_data(*task.samples(keys[0]), generator(task.seed, "attack-data", *keys))
+            task.attack_of(*keys[:2]).on_data(
+                *task.samples(keys[0]), generator(task.seed, "attack-data", *keys)
+            )
             for keys in who
         ]
         ends = np.cumsum([len(y) for _, y in pairs])
@@ -155,7 +158,8 @@ class ExperimentApp(GroupApp):
         if result.optimizer_state is not None:
             _save_optimizer(message, context, result.optimizer_state)
         partition, _ = _who_and_when(message, context)
-        metrics = MetricRecord({"num-examples": len(self._task.parts[partition]), "train-loss": result.loss})
+        count = len(self._task.parts[partition])
+        metrics = MetricRecord({"num-examples": count, "train-loss": result.loss, **result.metrics})
         return Message(RecordDict({"arrays": trained.to_record(), "metrics": metrics}), reply_to=message)
 
     def _evaluate(self, message: Message, context: Context) -> Message:
@@ -204,6 +208,11 @@ def through(mods: Sequence[Mod], message: Message, context: Context, reply: Mess
 def _who_and_when(message: Message, context: Context) -> tuple[int, int]:
     config = message.content["config"]
     return int(context.node_config["partition-id"]), int(config["server-round"])  # type: ignore[arg-type]
+
+
+def _keys(message: Message, context: Context) -> tuple[int, ...]:
+    """Return what draws of a training are keyed by: partition, round and, from its second on, the edge's."""
+    return int(context.node_config["partition-id"]), *when(message)
 
 
 def _arrays_of(message: Message, model: FlatModel) -> FlatArrays:

@@ -20,7 +20,7 @@ from fedplat.runtime.local import LocalGrid
 from fedplat.runtime.waves import engine_for
 from fedplat.security.validation import array_records
 
-from .attacks.base import Attack, round_of
+from .attacks.base import Attack, round_of, when
 from .attacks.collusion import Collusion, RoundView
 
 log = logging.getLogger("fedplat")
@@ -124,7 +124,7 @@ class CollusionGrid(GridWrapper):
                 own_ids=tuple(self._clients.get(answer.node, answer.node) for answer, _ in own),
                 clients=len(cohort),
                 server_round=server_round,
-                rng=generator(attack.scene.seed, "collusion", index, server_round),
+                rng=generator(attack.scene.seed, "collusion", index, *cohort[0].when),
                 memory=self._memories[index],
             )
             for (answer, _), params in zip(own, attack.collude(view).float().numpy(), strict=True):
@@ -142,7 +142,11 @@ class _Answer:
     record: str
     model: FlatArrays
     sent: FlatArrays
-    server_round: int
+    when: tuple[int, ...]
+
+    @property
+    def server_round(self) -> int:
+        return self.when[0]
 
     @property
     def params(self) -> Float32Array:
@@ -170,7 +174,7 @@ def _answers(messages: list[Message], replies: list[Message]) -> list[_Answer]:
             model = FlatArrays.of_record(array_records(reply)[0], reference.layout)
         except LayoutError:
             continue
-        found.append(_Answer(index, node, names[0], model, reference, round_of(asked[node])))
+        found.append(_Answer(index, node, names[0], model, reference, when(asked[node])))
     return sorted(found, key=lambda answer: answer.node)
 
 

@@ -13,6 +13,9 @@ _FANG = "Fang et al., USENIX Security 2020"
 _DNC = "Shejwalkar and Houmansadr, NDSS 2021"
 _RSA = "Li et al., AAAI 2019 (RSA)"
 _FEDCONV = "Shen et al., MobiSys 2024 (FedConv); partly inferred"
+_FEDP3 = "Yi et al., ICLR 2024 (FedP3)"
+_FEDINS = "Feng et al., ICCV 2023 (FedIns), released code"
+_PLANS = "after Wu et al., 2025 (arXiv 2502.09303); inferred"
 _FEDAVG = "McMahan et al., AISTATS 2017"
 
 # fmt: off
@@ -29,6 +32,9 @@ PACKAGES = {
     "availability": "fedplat.emulation",
     "compressors": "fedplat.compression",
     "submodels": "fedplat.strategies",
+    "topologies": "fedplat.strategies",
+    "worlds": "fedplat.emulation",
+    "associations": "fedplat.strategies",
 }
 
 # Names of the form "prefix:rest": what is called with the rest to get the thing behind such a name, what
@@ -92,6 +98,10 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("fedconv-weights", "fedconv:LearnedWeights", "mean with weights learned on the server's samples",
          _FEDCONV),
         ("server-alone", "fedconv:ServerAlone", "control: the server trains on its own samples alone", ""),
+        ("fedp3", "fedp3:FedP3", "each layer over the clients that trained it", _FEDP3),
+        ("fedins", "fedins:FedIns", "plain mean of pools, tells what images selected", _FEDINS),
+        ("fedbn", "fedins:FedBN", "mean without normalisation layers, which stay local",
+         "Li et al., ICLR 2021"),
     ),
     "pre-aggregators": (
         ("bucketing", ":Bucketing", "means of random buckets", "Karimireddy et al., ICLR 2022"),
@@ -157,6 +167,14 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("resnet34", "resnet:resnet34", "ResNet-34 with a 3x3 stem, GroupNorm or BatchNorm",
          "He et al., CVPR 2016; Hsieh et al., ICML 2020 for GroupNorm"),
         ("char-lstm", "lstm:char_lstm", "two-layer character LSTM", _FEDAVG),
+        ("cnn-fedp3", "fedp3_nets:fedp3_cnn", "two 5x5x64 convolutions and 1024, 1024 units",
+         f"{_FEDP3}, table 4"),
+        ("mlp-fedp3", "fedp3_nets:fedp3_mlp", "three layers of 1024 units", f"{_FEDP3}, table 4"),
+        ("fedins", "pool:fedins", "pool of scales and shifts on a frozen backbone", _FEDINS),
+        ("federated-ssf", "pool:federated_ssf", "one set of scales and shifts on a frozen backbone",
+         _FEDINS),
+        ("backbone-head", "pool:head_only", "a classifier on a frozen backbone", ""),
+        ("backbone-full", "pool:fully_tuned", "a pre-trained backbone, all of it trained", ""),
     ),
     "datasets": (
         ("digits", "digits:load", "1,797 handwritten digits of 8x8 pixels, ship inside scikit-learn",
@@ -168,6 +186,8 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("image-folder", "image_folder:load", "your own images: root/{train,test}/<class>/*", ""),
         ("shakespeare", "shakespeare:load", "next character in plays; speakers are clients",
          "Karpathy's Tiny Shakespeare; task of McMahan et al., AISTATS 2017"),
+        ("subset", "subset:load", "classes of another set, few-shot, in sub-domains", ""),
+        ("shapes", "shapes:load", "drawn shapes in twelve classes, no files needed", ""),
     ),
     "partitions": (
         ("iid", ":iid", "shuffled, equal sizes", ""),
@@ -180,6 +200,11 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("natural", ":natural", "one client per speaker, writer or user", ""),
         ("mud-hog", ":mud_hog", "the split of the MUD-HoG experiments, to the sample",
          _MUD_HOG),
+        ("fedp3-classwise", ":classwise", "equal numbers of classes i, i + 1, ...",
+         f"{_FEDP3}, released code (S1)"),
+        ("fedp3-dirichlet", ":dirichlet_equal", "equal sizes, class mixes drawn per client",
+         f"{_FEDP3}, released code (S2)"),
+        ("dirichlet-domains", ":dirichlet_domains", "by class and sub-domain, uneven inside clients too", ""),
     ),
     "devices": (
         ("unlimited", "modes:unlimited", "more memory and faster links than anything needs", ""),
@@ -234,6 +259,46 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          ""),
         ("full-finetuned", "fedconv:FullFinetuned", "control: FedAvg, then training on server's samples", ""),
         ("standalone", "fedconv:Standalone", "control: every client its own model, never combined", ""),
+        ("fedp3", "fedp3:FedP3Scheme", "some layers whole, the others pruned; only those return",
+         f"{_FEDP3}; partly inferred"),
+    ),
+    "topologies": (
+        ("flat", "topology:Flat", "clients report to one server", ""),
+        ("edges", "hierarchy.settings:Edges", "edge servers between the clients and the cloud",
+         "Liu et al., ICC 2020 (HierFAVG)"),
+    ),
+    "worlds": (
+        ("wireless", "world_settings:wireless", "a square of overlapping cells, path loss and fading",
+         "usual constants of the literature on hierarchical learning"),
+        ("hierfavg", "world_settings:hierfavg", "equal channels that never change",
+         "Liu et al., ICC 2020 (HierFAVG), as recalled"),
+    ),
+    "associations": (
+        ("fixed", "hierarchy.fixed:Fixed", "each client at one edge for ever",
+         "Liu et al., ICC 2020 (HierFAVG)"),
+        ("plan-a", "association.plan_policies:PlanA", "long-term clients by continuity, no stand-ins",
+         _PLANS),
+        ("plan-b", "association.plan_policies:PlanB", "greedy repair from nobody, every round", _PLANS),
+        ("plan-ab", "association.plan_policies:PlanAB",
+         "long-term clients, and stand-ins for those absent", _PLANS),
+        ("random-least", "association.random_choice:RandomLeast", "random clients, as few as an edge needs",
+         "Liu et al., ICC 2020 (HierFAVG style)"),
+        ("random-most", "association.random_choice:RandomMost", "random clients, as many as an edge takes",
+         "Liu et al., ICC 2020 (HierFAVG style)"),
+        ("all-online", "association.random_choice:AllOnline",
+         "everybody present at the edge with the best channel", ""),
+        ("cost-greedy", "association.greedy:CostGreedy", "the cheapest pairs, whatever their labels", ""),
+        ("quality-greedy", "association.greedy:QualityGreedy",
+         "the pairs that mix labels best, whatever they cost", ""),
+        ("share", "association.greedy:Share", "greedy by cost and labels, once for all rounds",
+         "Deng et al., ICDCS 2021 (SHARE); partly inferred"),
+        ("cocs", "association.bandit:Cocs", "learns who delivers in time, and picks within a budget",
+         "after Qu et al. (COCS); partly inferred"),
+        ("hfel", "association.exchange:Hfel", "single moves and exchanges while they lower the cost",
+         "Luo et al., TWC 2020 (HFEL); partly inferred"),
+        ("online-search", "association.online_search:OnlineSearch",
+         "annealing over all present clients, every round", ""),
+        ("cloud", "association.cloud:Cloud", "random clients that report straight to the cloud", _FEDAVG),
     ),
 }
 # fmt: on

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from . import registry
 from .config_errors import explain
 from .config_parts import (
     AttackConfig,
@@ -33,7 +32,10 @@ from .config_parts import (
     StrategyConfig,
     Strict,
     SubModelsConfig,
+    TopologyConfig,
+    WorldConfig,
 )
+from .config_schemas import check_topology, list_schema, part_schema, topology_schema, with_topologies
 from .errors import UserError
 from .training_config import LocalTraining
 
@@ -136,13 +138,15 @@ class ExperimentConfig(Strict):
     emulation: EmulationConfig = EmulationConfig()
     compression: CompressionConfig = CompressionConfig()
     submodels: SubModelsConfig = SubModelsConfig()
+    topology: TopologyConfig = TopologyConfig()
+    world: WorldConfig | None = None
     flower: FlowerConfig = FlowerConfig()
     strategy: Any = None
 
     @property
     def emulates_devices(self) -> bool:
-        """Whether devices are emulated: one of the tables about them is there."""
-        return bool(self.model_fields_set & set(_ABOUT_DEVICES))
+        """Whether devices are emulated: one of the tables about them is there, or a world they are in."""
+        return bool(self.model_fields_set & set(_ABOUT_DEVICES)) or self.world is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fully resolved configuration as plain values, in the shape of a scenario file."""
@@ -154,6 +158,8 @@ class ExperimentConfig(Strict):
             del values["compression"]
         if self.submodels.name == "full" and not self.submodels.public_samples:
             del values["submodels"]
+        if self.topology == type(self.topology)() and self.topology.name == "flat":
+            del values["topology"]
         for table in (values.get("strategy") or {}).values():
             if not table["before"]:
                 del table["before"]
@@ -173,6 +179,10 @@ class ExperimentConfig(Strict):
         """Return the sub-models of one of ``strategies``: its own, or those of all."""
         return self.strategy_part(name).submodels or self.submodels
 
+    def topology_of(self, name: str) -> TopologyConfig:
+        """Return the topology of one of ``strategies``: its own, or that of all."""
+        return self.strategy_part(name).topology or self.topology
+
     def strategy_part(self, name: str) -> StrategyConfig:
         """Return one of ``strategies`` with its settings."""
         part: StrategyConfig = getattr(self.strategy, _field_name(self.strategies.index(name)))
@@ -180,6 +190,7 @@ class ExperimentConfig(Strict):
 
 
 _ABOUT_DEVICES = ("devices", "hardware", "availability", "emulation")
+
 
 _PARTS: dict[str, type[Part]] = {
     "data": DataConfig,
@@ -191,6 +202,7 @@ _PARTS: dict[str, type[Part]] = {
     "availability": AvailabilityConfig,
     "compression": CompressionConfig,
     "submodels": SubModelsConfig,
+    "world": WorldConfig,
 }
 
 
@@ -200,16 +212,20 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
     ``where`` names the file in error messages. Raises UserError that lists every mistake with its key, the
     value found, what is allowed, and the nearest right name.
     """
+    raw = with_topologies(raw)
     schema = _schema_for(raw, where)
     try:
         config = schema.model_validate(dict(raw))
     except ValidationError as error:
         raise UserError(explain(error, schema, raw, where)) from None
     for index, attack in enumerate(config.attacks):
-        given = [key for key in ("fraction", "count", "clients") if getattr(attack, key) is not None]
+        keys = ("fraction", "count", "clients", "edges")
+        given = [key for key in keys if getattr(attack, key) is not None]
         if len(given) != 1:
-            raise UserError(f"{where}: attacks.{index}: give one of 'fraction', 'count' and 'clients'")
-        if attack.richest_in is not None and given == ["clients"]:
+            raise UserError(
+                f"{where}: attacks.{index}: give one of 'fraction', 'count' and 'clients', or 'edges'"
+            )
+        if attack.richest_in is not None and given not in (["fraction"], ["count"]):
             raise UserError(f"{where}: attacks.{index}: 'richest_in' goes with 'fraction' or 'count'")
     if config.aggregation.secure_groups and config.privacy.mode == "central":
         raise UserError(
@@ -221,6 +237,8 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
             f"{where}: compression.name: sums of '{config.compression.name}' updates are none of updates, so "
             f"it does not go with aggregation.secure_groups; leave one of them out"
         )
+    for name in config.strategies:
+        check_topology(config, name, where)
     return config
 
 
@@ -229,13 +247,16 @@ def _schema_for(raw: Mapping[str, Any], where: str) -> type[ExperimentConfig]:
     fields: dict[str, Any] = {}
     for key, base in _PARTS.items():
         optional = not base.model_fields["name"].is_required()
-        table = raw.get(key, {} if optional else None)
+        table = raw.get(key, {} if optional and key != "world" else None)
         if isinstance(table, Mapping) and (
             name := table.get("name", base.model_fields["name"].get_default())
         ):
-            part = _part_schema(base, name, f"{where}: {key}.name")
+            part = part_schema(base, name, f"{where}: {key}.name")
             fields[key] = (part, Field(default_factory=part) if optional else ...)
-    if attacks := _list_schema(AttackConfig, raw.get("attacks"), f"{where}: attacks"):
+    if isinstance(topology := raw.get("topology", {}), Mapping):
+        part = topology_schema(topology, f"{where}: topology")
+        fields["topology"] = (part, Field(default_factory=part))
+    if attacks := list_schema(AttackConfig, raw.get("attacks"), f"{where}: attacks"):
         fields["attacks"] = (attacks, ...)
     strategies = raw.get("strategies", ("mean",))
     if isinstance(strategies, list | tuple) and all(isinstance(name, str) for name in strategies):
@@ -258,44 +279,20 @@ def _strategy_schema(name: str, tables: Any, where: str) -> type[Any]:
     if "name" in table:
         if not re.fullmatch(r"[\w.+-]+", name):
             raise UserError(f"{where}: strategies: '{name}' may have letters, digits and . + - _ only")
-        schema = _part_schema(StrategyConfig, table["name"], f"{where}: strategy.{name}.name")
+        schema = part_schema(StrategyConfig, table["name"], f"{where}: strategy.{name}.name")
     else:
-        schema = _part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)
+        schema = part_schema(StrategyConfig, name, f"{where}: strategies", show_name=False)
     own: dict[str, Any] = {}
-    if before := _list_schema(PreAggregatorConfig, table.get("before"), f"{where}: strategy.{name}.before"):
+    if before := list_schema(PreAggregatorConfig, table.get("before"), f"{where}: strategy.{name}.before"):
         own["before"] = (before, ())
     submodels = table.get("submodels")
     if isinstance(submodels, Mapping):
         scheme = submodels.get("name", SubModelsConfig.model_fields["name"].get_default())
-        part = _part_schema(SubModelsConfig, scheme, f"{where}: strategy.{name}.submodels.name")
+        part = part_schema(SubModelsConfig, scheme, f"{where}: strategy.{name}.submodels.name")
         own["submodels"] = (part | None, None)
+    if isinstance(topology := table.get("topology"), Mapping):
+        own["topology"] = (topology_schema(topology, f"{where}: strategy.{name}.topology") | None, None)
     return create_model(schema.__name__, __base__=schema, **own) if own else schema
-
-
-def _list_schema(base: type[Part], tables: Any, where: str) -> Any:
-    """Return the type of a list of named parts, None where pydantic will find fault with it anyway."""
-    if not isinstance(tables, list | tuple):
-        return None
-    schemas = [
-        _part_schema(base, table["name"], f"{where}.{index}.name")
-        for index, table in enumerate(tables)
-        if isinstance(table, Mapping) and "name" in table
-    ]
-    return tuple[*schemas] if schemas and len(schemas) == len(tables) else None  # type: ignore[valid-type]
-
-
-def _part_schema(base: type[Part], name: Any, where: str, show_name: bool = True) -> type[Any]:
-    """Return ``base`` extended by the settings of the part called ``name``."""
-    if not isinstance(name, str):
-        raise UserError(f"{where}: found {name!r}, expected a name")
-    try:
-        target = registry.find(base.kind, name).load()
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    settings = {s.name: (s.annotation, ... if s.required else s.default) for s in registry.settings(target)}
-    exclude = None if show_name else True
-    own_name = (Literal[name], Field(default=name, exclude=exclude))
-    return create_model(f"{base.__name__}[{name}]", __base__=base, name=own_name, **settings)  # type: ignore[call-overload]
 
 
 def _field_name(index: int) -> str:

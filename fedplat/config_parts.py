@@ -64,13 +64,15 @@ class AttackConfig(Part):
     """An attack: by whom, and in which rounds.
 
     Attackers are ``clients`` by id, or a ``fraction`` of all clients or a ``count``, drawn with the run's
-    seed or, with ``richest_in``, those that hold most samples of a class. They attack from round ``start``,
-    ``on`` rounds of every ``on + off``.
+    seed or, with ``richest_in``, those that hold most samples of a class; or they are ``edges``, which send
+    the cloud something else than what their clients trained. They attack from round ``start``, ``on`` rounds
+    of every ``on + off``.
     """
 
     kind: ClassVar[str] = "attacks"
     fraction: Annotated[float, Field(ge=0, le=1, description="share of all clients")] | None = None
     count: Annotated[int, Field(ge=0, description="number of clients")] | None = None
+    edges: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(description="edge servers")] | None = None
     clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(description="ids")] | None = None
     richest_in: Annotated[int, Field(ge=0, description="take those with most samples of it")] | None = None
     start: Annotated[int, Field(ge=1, description="first round of the attack")] = 1
@@ -96,6 +98,37 @@ class SubModelsConfig(Part):
     public_samples: Annotated[int, Field(ge=0, description="of the training set, held by the server")] = 0
 
 
+class AssociationConfig(Part):
+    """Which client reports to which edge."""
+
+    kind: ClassVar[str] = "associations"
+    name: str = "fixed"
+
+
+class EdgeConfig(Part):
+    """The strategy of the edge servers."""
+
+    kind: ClassVar[str] = "strategies"
+    name: str = "mean"
+    before: Annotated[
+        tuple[PreAggregatorConfig, ...], Field(description="pre-aggregators, in this order")
+    ] = ()
+
+
+class TopologyConfig(Part):
+    """Whether there are edge servers between the clients and the cloud; a strategy may have its own table."""
+
+    kind: ClassVar[str] = "topologies"
+    name: str = "flat"
+
+
+class WorldConfig(Part):
+    """Where clients and edge servers are, and what the radio between them is like."""
+
+    kind: ClassVar[str] = "worlds"
+    name: str = "wireless"
+
+
 class StrategyConfig(Part):
     """The settings of one strategy; ``name`` is the strategy's where the table has a name of its own."""
 
@@ -107,6 +140,7 @@ class StrategyConfig(Part):
     submodels: Annotated[SubModelsConfig | None, Field(description="sub-models, in place of [submodels]")] = (
         None
     )
+    topology: Annotated[TopologyConfig | None, Field(description="what differs from [topology]")] = None
 
 
 class DevicesConfig(Part):

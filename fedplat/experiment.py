@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,19 +36,18 @@ from .emulation.workload import TaskWork
 from .engines import Engine
 from .errors import UserError
 from .evaluation import evaluation_of
+from .hierarchy_setup import Hierarchy, build_hierarchy
 from .models.flat import FlatModel
-from .protection import colluders_signature, protected
+from .protection import colluders_signature
 from .results.folder import RunFolder, StrategyLog
-from .root_training import root_training
-from .round_records import add_devices, client_records, round_record
+from .round_records import add_devices, add_edges, client_records, round_record
 from .rounds import EvaluateFn, Round, rounds
 from .security.privacy import BudgetSpent
-from .security.validation import ReplyRules
 from .strategies.composed import FederatedStrategy
-from .strategies.fedconv import LearnedWeights, ServerAlone
-from .strategies.similarity import FLTrust
+from .strategies.hierarchy import EdgeGrid
 from .strategies.wrapper import innermost, load_state, state_of
-from .submodel_setup import context_of, evaluation_with_parts, schedule_for, scheme_for
+from .strategy_setup import build_strategy
+from .submodel_setup import evaluation_with_parts
 from .verdicts import is_malicious
 
 
@@ -83,6 +81,8 @@ class Situation:
     evaluate_fn: EvaluateFn
     execution: Execution | None = None
     devices: Devices | None = None
+    edge_attacks: Sequence[tuple[int, Attack]] = ()
+    """Attacks of edge servers, each with its place in the scenario's list of attacks."""
 
     @property
     def num_clients(self) -> int:
@@ -112,6 +112,9 @@ def run(
     situation = replace(situation, execution=execution)
     observer.note(f"clients: {engine.summary(execution)}")
     strategies = {name: build_strategy(config, name, situation, engine) for name in config.strategies}
+    hierarchies = {name: build_hierarchy(config, name, situation, engine) for name in config.strategies}
+    if situation.edge_attacks and not any(hierarchies.values()):
+        raise UserError("attacks: there are no edges to attack: set topology.name = 'edges'")
     if situation.devices:
         situation.devices.keep_in(folder.path / "devices")
     folder.describe(
@@ -131,7 +134,7 @@ def run(
             if log.finished:
                 observer.begin(name, config.rounds, config.rounds)
             else:
-                run_strategy(name, strategy, situation, log, engine, observer)
+                run_strategy(name, strategy, situation, log, engine, observer, hierarchies[name])
             observer.end(name)
 
 
@@ -142,8 +145,9 @@ def run_strategy(
     log: StrategyLog,
     engine: Engine,
     observer: Observer,
+    hierarchy: Hierarchy | None = None,
 ) -> None:
-    """Run one strategy to the end, from its checkpoint if there is one."""
+    """Run one strategy to the end, from its checkpoint if there is one; with edges it is the cloud's."""
     config, arrays, done = situation.config, situation.initial, -1
     with engine.clients(situation, name) as clients:
         attacks = {
@@ -154,8 +158,12 @@ def run_strategy(
         if config.compression.name != "none":
             grid = CompressionGrid(grid, config.compression.build())
         colluding = CollusionGrid(grid, attacks, clients.numbers, signature)
-        emulated = emulated_grid(colluding, situation, clients.numbers)
-        if isinstance(inner := innermost(strategy), FederatedStrategy):
+        emulated = emulated_grid(colluding, name, situation, clients.numbers, hierarchy)
+        met: Grid = emulated or colluding
+        edges = None
+        if hierarchy is not None:
+            edges, met = hierarchy.around(met, clients)
+        elif isinstance(inner := innermost(strategy), FederatedStrategy):
             inner.identities |= clients.identities
         if log.started:
             checkpoint = log.load_checkpoint()
@@ -163,6 +171,9 @@ def run_strategy(
             colluding.load_state_dict(checkpoint.get("collusion", {}))
             clients.load_states({n: bytes(s.numpy()) for n, s in checkpoint["nodes"].items()})
             load_state(strategy, checkpoint["strategy"])
+            if edges is not None:
+                edges.load_state_dict(checkpoint["edges"])
+                cast(CollusionGrid, met).load_state_dict(checkpoint["edges-collusion"])
         log.rewind(done)
         # Before any thread of a progress display exists.
         clients.grid.start_workers()
@@ -170,25 +181,31 @@ def run_strategy(
         for current in _within_budget(
             rounds(
                 strategy,
-                emulated or colluding,
+                met,
                 arrays,
                 config.rounds,
                 timeout=config.timeout,
                 train_config=clients.told,
                 evaluate_config=clients.told,
                 evaluate_fn=evaluation_with_parts(
-                    situation.evaluate_fn, strategy, situation.task, config.evaluation.batch_size
+                    situation.evaluate_fn,
+                    hierarchy.model_of if hierarchy else strategy,
+                    situation.task,
+                    config.evaluation.batch_size,
                 ),
                 after=done,
             )
         ):
             arrays = current.arrays
-            rows = client_records(current, strategy, situation.task.attacks)
+            rows = client_records(current, strategy, situation.task.attacks, edges)
             malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
             record = round_record(current, rows, strategy, malicious)
             if emulated:
                 add_devices(record, rows, emulated)
-            log.append(record, rows)
+            edge_rows = []
+            if edges is not None and hierarchy is not None:
+                edge_rows = add_edges(record, current, strategy, edges, hierarchy.attacks, emulated)
+            log.append(record, rows, edge_rows)
             log.save_checkpoint(
                 {
                     "round": current.number,
@@ -196,28 +213,43 @@ def run_strategy(
                     "nodes": {node: _as_tensor(state) for node, state in clients.states().items()},
                     "collusion": colluding.state_dict(),
                     "strategy": state_of(strategy),
+                    **({} if edges is None else _edges_state(edges, met)),
                 }
             )
             observer.round(name, record)
     log.save_model(state_dict_of(arrays))
 
 
-def emulated_grid(grid: Grid, situation: Situation, clients: Mapping[int, int]) -> EmulatedGrid | None:
+def _edges_state(edges: EdgeGrid, met: Grid) -> dict[str, Any]:
+    return {"edges": edges.state_dict(), "edges-collusion": cast(CollusionGrid, met).state_dict()}
+
+
+def emulated_grid(
+    grid: Grid,
+    name: str,
+    situation: Situation,
+    clients: Mapping[int, int],
+    hierarchy: Hierarchy | None = None,
+) -> EmulatedGrid | None:
     """Return a grid on which clients are on the situation's devices, around one that runs them at once."""
-    if situation.devices is None:
+    devices, config = situation.devices, situation.config
+    if devices is None:
         return None
-    emulation, hardware = situation.config.emulation, situation.devices.hardware
+    emulation, hardware = config.emulation, devices.hardware
+    slower = config.topology_of(name).settings().get("cloud_slower", 1.0)
     overhead = round(emulation.overhead_mb * 1e6)
     policy = Policy(emulation.deadline_s, emulation.late, emulation.enforce, overhead)
     compressor: Compressor = situation.config.compression.build()
     return EmulatedGrid(
         grid,
-        situation.devices.schedule,
+        devices.schedule if hierarchy else devices.straight_to_cloud(slower),
         Timeline(hardware, policy),
         policy,
         clients=clients,
         work_of=TaskWork(situation.task, overhead),
         least_up=lambda record: compressor.least_bytes(Layout.of_record(record)),
+        links=hierarchy.links if hierarchy else None,
+        budget_at=hierarchy.budget_at if hierarchy else None,
     )
 
 
@@ -281,7 +313,9 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
         last=config.rounds,
     )
     devices = devices_of(config, len(task.parts), lambda: counts_of(task.dataset, task.parts))
-    return Situation(config, task, initial.to_record(), evaluate_fn, devices=devices)
+    placed = enumerate(attacks_in(config, task.dataset)) if config.attacks else ()
+    by_edges = [(index, attack) for index, attack in placed if config.attacks[index].edges is not None]
+    return Situation(config, task, initial.to_record(), evaluate_fn, devices=devices, edge_attacks=by_edges)
 
 
 def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -> Execution:
@@ -305,24 +339,33 @@ def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -
 
 def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:
     """Return how each attacking client behaves, by partition."""
-    requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for a in config.attacks]
-    counts = counts_of(dataset, parts)
-    scale = dataset.mean or (0.0,), dataset.std or (1.0,)
-    scene = Scene(config.seed, dataset.num_classes, *scale, dataset.sample_shape)
+    own = [(index, part) for index, part in enumerate(config.attacks) if part.edges is None]
+    requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for _, a in own]
+    chosen = choose_attackers(len(parts), requests, config.seed, counts_of(dataset, parts))
+    placed = attacks_in(config, dataset)
     found: dict[int, Attack] = {}
-    chosen = choose_attackers(len(parts), requests, config.seed, counts)
-    names = [part.name for part in config.attacks]
-    for index, (part, ids) in enumerate(zip(config.attacks, chosen, strict=True)):
-        attack: Attack = part.build()
-        if isinstance(attack, Collusion) and config.aggregation.secure_groups:
+    for (index, part), ids in zip(own, chosen, strict=True):
+        if isinstance(placed[index], Collusion) and config.aggregation.secure_groups:
             raise UserError(
                 f"attacks.{index}: '{part.name}' is made from what honest clients sent, which "
                 f"aggregation.secure_groups hides from everyone; leave one of them out"
             )
+        found |= dict.fromkeys(ids, placed[index])
+    return found
+
+
+def attacks_in(config: ExperimentConfig, dataset: Dataset) -> list[Attack]:
+    """Return the attacks of a scenario, which know the run and have a label, whoever carries them out."""
+    scale = dataset.mean or (0.0,), dataset.std or (1.0,)
+    scene = Scene(config.seed, dataset.num_classes, *scale, dataset.sample_shape)
+    names = [part.name for part in config.attacks]
+    found = []
+    for index, part in enumerate(config.attacks):
+        attack: Attack = part.build()
         label = (
             part.name if names.count(part.name) == 1 else f"{part.name}-{names[:index].count(part.name) + 1}"
         )
-        found |= dict.fromkeys(ids, attack.placed(scene, Schedule(part.start, part.on, part.off), label))
+        found.append(attack.placed(scene, Schedule(part.start, part.on, part.off), label))
     return found
 
 
@@ -337,42 +380,6 @@ def resolve_device(device: str) -> str:
     if device == "cuda" and not available:
         raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu or auto")
     return ("cuda" if available else "cpu") if device == "auto" else device
-
-
-def build_strategy(config: ExperimentConfig, name: str, situation: Situation, engine: Engine) -> Strategy:
-    """Build a strategy with what protects its clients around it.
-
-    Raises InfeasibleError if its rule cannot work on so many clients, or groups of them, and UserError if it
-    cannot be protected as the scenario says.
-    """
-    part = config.strategy_part(name)
-    target, settings = registry.find("strategies", part.name).load(), part.settings()
-    clients = situation.num_clients
-    scheme = scheme_for(config, name, situation)
-    if inspect.isclass(target) and issubclass(target, FederatedStrategy):
-        # Data of the server's own are no setting: they are handed to the strategies that ask for them.
-        if issubclass(target, FLTrust):
-            settings["root"] = root_training(situation.task, settings["root_samples"])
-        strategy: Strategy = cast(Any, target)(
-            **settings,
-            selector=config.selection.build(),
-            before=[step.build() for step in part.before],
-            seed=config.seed,
-            rules=ReplyRules(max_examples=len(situation.task.dataset.train)),
-            fraction_evaluate=0.0,
-            submodels=scheme,
-            devices=schedule_for(config, scheme, situation),
-            **{"min_nodes": clients, **engine.waits},
-        )
-        inner = cast(FederatedStrategy, strategy)
-        if isinstance(strategy, LearnedWeights | ServerAlone):
-            strategy.bind(context_of(config, config.submodels_of(name), situation))
-        inner.aggregator.check(config.aggregation.secure_groups or inner.selector.count(clients))
-    elif config.submodels_of(name).name != "full":
-        raise UserError(f"strategy '{part.name}' is Flower's own, which sends the whole model to everyone")
-    else:
-        strategy = cast(Strategy, target(**settings))
-    return protected(strategy, config, clients, simulation=engine.simulated)
 
 
 # Models as torch has them --------------------------------------------------------------------------------

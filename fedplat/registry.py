@@ -63,6 +63,9 @@ SINGULAR = {
     "availability": "availability",
     "compressors": "compressor",
     "submodels": "sub-model scheme",
+    "topologies": "topology",
+    "worlds": "world",
+    "associations": "association",
 }
 KINDS = tuple(SINGULAR)
 

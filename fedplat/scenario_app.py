@@ -20,6 +20,7 @@ from .clients.app import STRATEGY_KEY, ExperimentApp
 from .clients.mods.always_reply import always_reply
 from .clients.mods.secure_aggregation import SecureAggregationMod
 from .clients.stacked.execution import Execution
+from .deployment.edge_client import BRIDGE_KEY, answer_by_edge
 from .errors import UserError, unknown_name
 from .protection import client_mods
 from .runtime.flower import STATE_QUERY, answer_state_query
@@ -33,6 +34,7 @@ _PATHS = ("hf:/", "hf:.", "hf:~")
 _SECURE_QUESTIONS = (KEYS, SHARES, UNMASK)
 _SERVERS_BUSINESS = (
     *("description", "strategies", "strategy", "selection", "evaluation", "timeout", "flower", "submodels"),
+    *("topology", "world"),
 )
 
 
@@ -74,6 +76,9 @@ class ScenarioApp(ClientApp):
     ``local-privacy`` and ``signed-updates``; ``least-members`` (2) how many updates a sum must have that its
     own goes into.
 
+    A node whose config has ``edge-bridge`` is an edge: the server of the edge answers in place of this app, see
+    :mod:`fedplat.deployment.edge_client`.
+
     In a ``simulation`` of one's own, where clients have nothing to hide, code may be named by its path, keys
     and privacy noise come from the run's seed, and prepared samples are kept from round to round.
     """
@@ -90,6 +95,8 @@ class ScenarioApp(ClientApp):
             return Message(RecordDict({"node": answer}), reply_to=message)
         if kind == STATE_QUERY and self._simulation:
             return answer_state_query(message, context.state)
+        if BRIDGE_KEY in node:
+            return always_reply(message, context, answer_by_edge)
         if kind in _SECURE_QUESTIONS:
             return SecureAggregationMod(least_members=_least_members(node)).answer(message, context)
         told = message.content.get("config")
@@ -125,7 +132,7 @@ def _app_of(
 
     raw = json.loads(scenario)
     if not simulation:
-        _refuse_code(raw)
+        refuse_code(raw)
     if data_root:
         raw["data"]["root"] = str(Path(data_root).expanduser())
     config = configuration.load(raw, "scenario from the server")
@@ -153,7 +160,7 @@ def _check_requirements(config: configuration.ExperimentConfig, requires: str) -
             raise UserError(f"this client requires {word}, which the scenario does without")
 
 
-def _refuse_code(value: Any, where: str = "") -> None:
+def refuse_code(value: Any, where: str = "") -> None:
     """Raise UserError if a part of a scenario is named by ``module:attribute``, or is a folder here."""
     if isinstance(value, Mapping):
         name = value.get("name")
@@ -168,7 +175,7 @@ def _refuse_code(value: Any, where: str = "") -> None:
                 f"word: install it as a package with an entry point 'fedplat.<kind>' on the clients"
             )
         for key, inner in value.items():
-            _refuse_code(inner, f"{where}.{key}" if where else str(key))
+            refuse_code(inner, f"{where}.{key}" if where else str(key))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            _refuse_code(inner, f"{where}.{index}")
+            refuse_code(inner, f"{where}.{index}")

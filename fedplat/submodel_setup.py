@@ -105,17 +105,14 @@ def public_samples(task: ClientTask, count: int) -> Callable[[], tuple[Tensor, T
 
 
 def schedule_for(
-    config: ExperimentConfig, scheme: SubModelScheme, situation: Situation
+    config: ExperimentConfig, scheme: SubModelScheme, schedule: DeviceSchedule | None
 ) -> DeviceSchedule | None:
-    """Return what a strategy is told of devices.
+    """Return what a strategy is told of devices, which have this ``schedule`` at its server.
 
     If all are asked, whether they are there or not, it is told nothing, or their budgets where sub-models
     have to fit, as if all were there.
     """
-    if situation.devices is None:
-        return None
-    schedule = situation.devices.schedule
-    if config.emulation.ask == "available":
+    if schedule is None or config.emulation.ask == "available":
         return schedule
     if isinstance(scheme, FullModel):
         return None

@@ -272,7 +272,7 @@ class LocalPrivacyAccount(StrategyWrapper):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting from what :meth:`own_state` returned."""
-        self._accounts = {}
+        self._accounts.clear()
         for who, spent in state.items():
             self._accounts[int(who)] = PrivacyAccount(self.delta)
             self._accounts[int(who)].load_state_dict(spent)
@@ -285,6 +285,23 @@ class LocalPrivacyAccount(StrategyWrapper):
         inner = innermost(self.strategy)
         known = inner.identities if isinstance(inner, FederatedStrategy) else {}
         return known.get(node_id, client_of(self.strategy, node_id))
+
+
+def share_accounts(strategies: Iterable[Strategy]) -> None:
+    """Let several servers of the same clients, such as edge servers, count what these spend together.
+
+    The accounts are those of the first :class:`LocalPrivacyAccount` around one of the strategies.
+    """
+    found = [wrapper for strategy in strategies for wrapper in _wrappers(strategy)]
+    for wrapper in found[1:]:
+        wrapper._accounts = found[0]._accounts
+
+
+def _wrappers(strategy: Strategy) -> Iterable[LocalPrivacyAccount]:
+    while isinstance(strategy, StrategyWrapper):
+        if isinstance(strategy, LocalPrivacyAccount):
+            yield strategy
+        strategy = strategy.strategy
 
 
 def _check_budget(budget: float | None) -> None:

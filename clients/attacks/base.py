@@ -15,6 +15,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from numpy.typing import NDArray
 
 from fedplat.arrays import FlatArrays, Layout
+from fedplat.edge_keys import EDGE_ROUND
 from fedplat.errors import UserError
 from fedplat.rng import generator
 from fedplat.security.validation import array_records
@@ -159,7 +160,7 @@ class ReplyAttack(Attack):
         layout = Layout.of_record(array_records(message)[0], promote=True)
         received = FlatArrays.of_record(array_records(message)[0], layout)
         partition = int(context.node_config.get("partition-id", 0))
-        rng = generator(self.scene.seed, "attack-reply", partition, server_round)
+        rng = generator(self.scene.seed, "attack-reply", partition, *when(message))
         content = RecordDict()
         for name, record in reply.content.items():
             if isinstance(record, ArrayRecord):
@@ -197,3 +198,15 @@ def round_of(message: Message) -> int:
         if isinstance(record, ConfigRecord) and "server-round" in record:
             return int(record["server-round"])  # type: ignore[arg-type]
     return 1
+
+
+def when(message: Message) -> tuple[int, ...]:
+    """Return what draws for a message are keyed by, besides the client: its round, and its edge's.
+
+    The first round of an edge draws as a round without edges does.
+    """
+    for record in message.content.values():
+        if isinstance(record, ConfigRecord) and "server-round" in record:
+            number = int(record.get(EDGE_ROUND, 1))  # type: ignore[arg-type]
+            return (round_of(message),) if number == 1 else (round_of(message), number)
+    return (round_of(message),)

@@ -21,7 +21,7 @@ from fedplat.rng import generator
 from fedplat.security.validation import array_records
 
 from ..app import STRATEGY_KEY
-from ..attacks.base import round_of
+from ..attacks.base import when
 
 log = logging.getLogger("fedplat")
 
@@ -109,7 +109,7 @@ class CompressionMod:
             if not np.isfinite(vector).all():
                 return None
         client = int(context.node_config.get("partition-id", context.node_id))
-        rng = generator(self.seed, "compression", client, round_of(message))
+        rng = generator(self.seed, "compression", client, *when(message))
         try:
             arrays = encoded(vector, model, compressor, rng)
             as_sent, said = decoded(arrays, start, compressor)

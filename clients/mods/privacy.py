@@ -17,7 +17,7 @@ from fedplat.security.clipping import clip_
 from fedplat.security.privacy import checked_noise, noise_source, released
 from fedplat.security.validation import array_records
 
-from ..attacks.base import round_of
+from ..attacks.base import round_of, when
 
 log = logging.getLogger("fedplat")
 
@@ -74,7 +74,7 @@ class LocalPrivacyMod:
             return reply
         model = _only(array_records(reply), "reply", start.layout)
         partition = int(context.node_config.get("partition-id", context.node_id))
-        source = noise_source(self.seed, "privacy", partition, server_round)
+        source = noise_source(self.seed, "privacy", partition, *when(message))
         vector = self._clipped(model, start, server_round)
         noisy = released(vector, self.noise_multiplier * self.clip, source, start.layout)
         protected = FlatArrays(start.layout, noisy, start.side.copy()).to_record()

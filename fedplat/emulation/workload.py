@@ -30,11 +30,16 @@ class TaskWork:
 
     def __call__(self, message: Message, client: int) -> Work:
         """Return the work of a client."""
+        config = message.content.get("config")
+        return self.of(
+            client, SubModelOptions.of(config).sizes() if isinstance(config, ConfigRecord) else None
+        )
+
+    def of(self, client: int, sizes: Sizes | None = None) -> Work:
+        """Return what training a sub-model of these ``sizes``, or the whole model, takes of a client."""
         task, shape = self._task, self._task.dataset.sample_shape
         samples = len(task.parts[client])
         batch = max(min(task.training.batch_size, samples), 1)
-        config = message.content.get("config")
-        sizes = SubModelOptions.of(config).sizes() if isinstance(config, ConfigRecord) else None
         seen = samples_seen(samples, task.training)
         memory, flops = self._whole(batch) if sizes is None else self._part(sizes, batch)
         return Work(memory, float(seen * flops), float(seen * sample_bits(shape)))

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 _KNOWN = frozenset(
     ("round", "client", "status", "reason", "samples", "weight", "verdict", "update_norm", "truth", "attack",
-     "device", "submodel")
+     "device", "submodel", "edge")
 )  # fmt: skip
 _HEIGHT_INCHES = 2.4
 _LABEL_POINTS = 9.0

@@ -54,7 +54,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class StrategyLog:
-    """One strategy's part of a run folder: rounds, clients, checkpoint and final model."""
+    """One strategy's part of a run folder: rounds, clients, edges, checkpoint and final model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,16 +69,23 @@ class StrategyLog:
         """Whether there is a checkpoint to resume from."""
         return (self.path / "checkpoint.pt").exists()
 
-    def append(self, record: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
-        """Add a round and its clients."""
+    def append(
+        self,
+        record: Mapping[str, Any],
+        clients: Sequence[Mapping[str, Any]],
+        edges: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Add a round, its clients and, where there are any, its edge servers."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for name, rows in (("clients.jsonl", clients), ("rounds.jsonl", [record])):
+        for name, rows in (("clients.jsonl", clients), ("edges.jsonl", edges), ("rounds.jsonl", [record])):
+            if name == "edges.jsonl" and not rows:
+                continue
             with (self.path / name).open("a") as file:
                 file.write("".join(json.dumps(without_nan(row)) + "\n" for row in rows))
 
     def rewind(self, last_round: int) -> None:
         """Drop what was written after a round, such as the half-written round of a killed run."""
-        for name in ("rounds.jsonl", "clients.jsonl"):
+        for name in ("rounds.jsonl", "clients.jsonl", "edges.jsonl"):
             rows = [row for row in _read_lines(self.path / name) if row["round"] <= last_round]
             if (self.path / name).exists():
                 write_atomically(self.path / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -174,6 +181,10 @@ class RunFolder:
     def clients(self, strategy: str) -> Iterator[dict[str, Any]]:
         """Yield the client rows of a strategy, round by round."""
         return _read_lines(self.log(strategy).path / "clients.jsonl")
+
+    def edges(self, strategy: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a strategy's edge servers, round by round; none where it has none."""
+        return _read_lines(self.log(strategy).path / "edges.jsonl")
 
     def describe(self, **facts: Any) -> None:
         """Add facts to environment.json."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from . import tables
 from .device_report import devices_said, devices_text
+from .edges import draw_edges, edges_picture, edges_text, topology_said
 from .folder import RunFolder, write_atomically
 from .left_out import left_out_text
 from .summary import write_summary
 from .wording import bullets, named_part, settings_text, value_text
 
-_WHO_AND_WHEN = ("fraction", "count", "clients", "richest_in", "start", "on", "off")
+_WHO_AND_WHEN = ("fraction", "count", "clients", "edges", "richest_in", "start", "on", "off")
 _SAID_ELSEWHERE = ("execution", "samples_per_client", "attackers", "classes", "parameters", "data_note")
 
 
@@ -34,6 +35,8 @@ def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str,
         rows = list(folder.clients(name))
         if score_names(rows) or any(row["verdict"] for row in rows):
             draw_clients(rows, clients_picture(folder, name), f"{_title(summary)}: {name}")
+        if edges := list(folder.edges(name)):
+            draw_edges(edges, edges_picture(folder, name), f"{_title(summary)}: the edges of {name}")
     draw_devices(folder, runs, _title(summary))
     for name, text in (
         ("table.csv", tables.csv_text(summary)),
@@ -64,6 +67,8 @@ def report_text(folder: RunFolder, summary: Mapping[str, Any]) -> str:
         parts.append(f"Note on the data: {note}")
     if devices := devices_text(folder, summary):
         parts += ["## Devices", devices]
+    if edges := edges_text(folder, summary):
+        parts += ["## Edges", edges]
     parts += ["## Replies left out", left_out_text(summary["left_out"])]
     parts += ["## Run it again", _again(folder)]
     facts = {key: value for key, value in environment.items() if key not in _SAID_ELSEWHERE}
@@ -88,6 +93,7 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         "Who takes part": named_part("selectors", config["selection"]),
     }
     said |= devices_said(config)
+    said |= topology_said(config)
     for index, attack in enumerate(config.get("attacks") or [], start=1):
         label = "Attack" if len(config["attacks"]) == 1 else f"Attack {index}"
         said[label] = f"{_who(attack)}: {named_part('attacks', attack, skip=_WHO_AND_WHEN)}{_when(attack)}"
@@ -98,9 +104,9 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     said |= _protection(config)
     for name in config["strategies"]:
         chosen = (config.get("strategy") or {}).get(name) or {}
-        said[f"Strategy {name}"] = named_part("strategies", {"name": name, **chosen}).removeprefix(
-            f"{name}, "
-        )
+        said[f"Strategy {name}"] = named_part(
+            "strategies", {"name": name, **chosen}, skip=("topology",)
+        ).removeprefix(f"{name}, ")
     every = config["evaluation"]["every"]
     often = "every round" if every == 1 else f"every {every} rounds and the last"
     said["Rounds"] = f"{config['rounds']}, the model is evaluated after {often}; seed {config['seed']}"
@@ -144,6 +150,8 @@ def _who(attack: Mapping[str, Any]) -> str:
         who = f"{100 * share:g} % of the clients"
     elif (count := attack.get("count")) is not None:
         who = f"{count} clients"
+    elif (edges := attack.get("edges")) is not None:
+        who = f"edges {value_text(edges)}"
     else:
         who = f"clients {value_text(attack['clients'])}"
     label = attack.get("richest_in")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import UserError
+from .edges import edges_summary
 from .folder import RunFolder, write_json
 from .simulated import add_target, device_clients, missed, simulated_summary
 from .values import finite, mean
@@ -138,6 +139,7 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
         "bytes_down": sum(record["bytes_down"] for record in trained),
         "bytes_up": sum(record["bytes_up"] for record in trained),
         "simulated": simulated_summary(records),
+        **({"edges": edges} if (edges := edges_summary(records)) else {}),
     }
 
 

@@ -97,6 +97,10 @@ def _to_target(key: str) -> Callable[[Row], float | None]:
     return lambda row: ((row.get("simulated") or {}).get("to_target") or {}).get(key)
 
 
+def _edges(key: str) -> Callable[[Row], float | None]:
+    return lambda row: (row.get("edges") or {}).get(key)
+
+
 COLUMNS = (
     Column("accuracy", "accuracy %", lambda row: row["accuracy"], 100, rank=1),
     Column(
@@ -134,6 +138,8 @@ COLUMNS = (
     ),
     Column("joules_to_target", "{joules} to {target} %", _to_target("joules"), 1, None, rank=7),
     Column("bytes_to_target", "MB to {target} %", _to_target("bytes"), 1e-6, None, rank=8),
+    Column("edges_healthy", "healthy edges %", _edges("healthy"), 100, digits=1, rank=5),
+    Column("edges_cost", "cost per round", _edges("cost"), 1, None, rank=4),
     Column("seconds_per_round", "s per round", lambda row: row["seconds"]["per_round"]["all"], rank=4),
     Column("bytes_per_round", "MB per round", _megabytes, 1e-6),
     Column("best_accuracy_over_rounds", "(best over rounds %)", _best, 100),
@@ -161,6 +167,12 @@ DEVICES_EXPLANATION = (
     "the training, or it was gone before it had sent. The costs to an accuracy are those up to the first "
     "evaluation that reaches it, with bytes of both directions; it is the highest of {targets} % that "
     "every strategy reached, leaving aside those that did not reach the lowest."
+)
+
+EDGES_EXPLANATION = (
+    "Healthy edges are the share of edges and rounds with as many clients, and as good a mix of their "
+    "labels, as an edge should have. The cost of a round is that of its simulated seconds and joules, with 1 "
+    "for random clients at random edges."
 )
 
 
@@ -206,11 +218,14 @@ def cells(summary: Row) -> list[list[str]]:
 
 
 def explanation(summary: Row) -> str:
-    """Say what the figures are, those of emulated devices only where there are any."""
-    if not any(row.get("simulated") for row in summary["strategies"].values()):
-        return EXPLANATION
-    targets = ", ".join(f"{100 * target:.3g}" for target in TARGETS)
-    return f"{EXPLANATION} {DEVICES_EXPLANATION.format(targets=targets)}"
+    """Say what the figures are, those of emulated devices and of edges only where there are any."""
+    rows, said = summary["strategies"].values(), [EXPLANATION]
+    if any(row.get("simulated") for row in rows):
+        targets = ", ".join(f"{100 * target:.3g}" for target in TARGETS)
+        said.append(DEVICES_EXPLANATION.format(targets=targets))
+    if any(row.get("edges") for row in rows):
+        said.append(EDGES_EXPLANATION)
+    return " ".join(said)
 
 
 def headings(summary: Row) -> list[str]:
