@@ -6,7 +6,7 @@ Both keep every number on the model's device until the end; one flat optimiser t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,12 +29,14 @@ class TrainResult:
 
     ``loss`` is measured before each step, as the gradient is; it is nan for a client without samples and may
     be nan or inf if training diverged. ``optimizer_state`` is None unless ``keep_optimizer`` is set.
+    ``metrics`` are what the model itself tells of its training, by its ``training_metrics()`` if it has one.
     """
 
     loss: float
     samples: int
     steps: int
     optimizer_state: OptimizerState | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def train_one(
 
     ``on_batch`` may change the samples and labels of a step, or return None to leave the step out;
     ``loss_factor`` multiplies the loss that is descended, so −1 climbs it. The loss reported is the plain.
-    ``loss_of`` gives the loss of a step's samples and labels in place of the model's cross-entropy on them.
+    ``loss_of`` gives the loss of a step's samples and labels in place of the model's cross-entropy on them;
+    without it, a module's own ``training_loss(x, y)`` does, if it has one.
 
     The arithmetic is that of ``torch.optim`` over the separate parameters, up to rounding.
     """
@@ -116,6 +119,7 @@ def train_one(
         _restore(optimizer, model, training, optimizer_state)
     model.module.train()
     model.bind_grad()
+    loss_of = loss_of or getattr(model.module, "training_loss", None)
     losses = []
     taken: list[int] = []
     if plan:
@@ -140,7 +144,8 @@ def train_one(
     # Summed once at the end: reading a number off the device in every step would make the device wait.
     total = float(np.dot(torch.stack(losses).double().cpu().numpy(), taken)) if losses else float("nan")
     kept = _state(optimizer, model) if training.keep_optimizer else None
-    return TrainResult(total / max(count, 1), count, len(taken), kept)
+    told: Mapping[str, float] = getattr(model.module, "training_metrics", dict)()
+    return TrainResult(total / max(count, 1), count, len(taken), kept, told)
 
 
 def evaluate(

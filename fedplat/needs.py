@@ -11,13 +11,13 @@ from . import models, registry
 from .clients.attacks.collusion import Collusion
 from .config import ExperimentConfig
 from .experiment import load_data
-from .models.flat import FlatModel
 from .runtime.local import available_cores
 from .runtime.waves import wave_bytes
 from .strategies.aggregators import RoundPlan
 from .strategies.composed import FederatedStrategy
 from .strategies.replies import STREAM_ABOVE, rows_per_block
 from .strategies.similarity import FLTrust
+from .strategies.submodels import layout_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ def needs_of(config: ExperimentConfig) -> Needs:
     dataset, parts = load_data(config.model_copy(update={"data": local}))
     build = registry.find("models", config.model.name).load()
     shape, classes = dataset.sample_shape, dataset.num_classes
-    module = models.build(build, shape, classes, config.seed, **config.model.settings())
-    layout = FlatModel(module).layout
+    with torch.device("meta"):  # names and shapes are enough, and cost nothing to make
+        module = models.build(build, shape, classes, config.seed, **config.model.settings())
+    layout = layout_of(module)
     clients = config.selection.build().count(len(parts))
     updates = 4 * clients * layout.dim
     plan = RoundPlan(torch.zeros(layout.dim), layout.num_params, 1, clients)

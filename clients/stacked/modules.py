@@ -81,8 +81,10 @@ def stackable(module: nn.Module) -> nn.Module:
     """Return a copy of a module, with the same names in its state dict, that vmap can run in training mode.
 
     Raises NotStackable for layers that have no such form: recurrent ones other than a plain LSTM, and
-    dropout other than ``nn.Dropout`` and that of whole features.
+    dropout other than ``nn.Dropout`` and that of whole features; and for a model with a loss of its own.
     """
+    if hasattr(module, "training_loss"):
+        raise NotStackable("the model has a loss of its own")
     copied = copy.deepcopy(module)
     for name, layer in list(copied.named_modules()):
         replacement = _replacement(name, layer)

@@ -40,6 +40,7 @@ from fedplat.submodel_options import (
 )
 
 from ..models.cutting_nets import seeded, small_conv_net, tiny_resnet, zoo_model
+from ..models.zoo import plain_models
 
 SCENARIO: dict[str, Any] = {
     "name": "parts",
@@ -207,7 +208,7 @@ def test_a_drawn_width_computes_and_learns_as_the_first_units_of_the_clients_own
 
 
 def test_ordered_dropout_of_an_lstm_reads_the_right_gates() -> None:
-    names = list(experiment.registry.entries("models"))
+    names = plain_models()
     flat = zoo_model(names.index("char-lstm"))
     task: Any = _Task.__new__(_Task)
     task.shapes, task.plan = flat.module, plan_of(flat.module, (6,))

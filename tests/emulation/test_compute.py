@@ -24,6 +24,7 @@ from fedplat.models.lstm import char_lstm
 from fedplat.training_config import LocalTraining
 
 from ..flower_apps import with_workers_after
+from ..models.zoo import plain_models
 
 GREY, GREY32, COLOUR = (1, 28, 28), (1, 32, 32), (3, 32, 32)
 
@@ -100,7 +101,7 @@ def counted(module: nn.Module, x: Tensor) -> tuple[int, int]:
     return sum(found), 0 if isinstance(next(module.children()), nn.Embedding) else found[0]
 
 
-@pytest.mark.parametrize("name", registry.entries("models"))
+@pytest.mark.parametrize("name", plain_models())
 def test_every_model_takes_the_work_that_its_layers_see(name: str) -> None:
     target = registry.find("models", name).load()
     shape = (9,) if name == "char-lstm" else COLOUR

@@ -27,12 +27,13 @@ from fedplat.models.resnet import resnet18
 from fedplat.training_config import LocalTraining
 
 from ..flower_apps import with_workers_after
+from ..models.zoo import plain_models
 
 PLAIN, MOMENTUM = LocalTraining(), LocalTraining(momentum=0.9)
 ADAM, BF16 = LocalTraining(optimizer="adam"), LocalTraining(precision="bf16")
 CLIPPED = LocalTraining(max_grad_norm=1.0, weight_decay=0.1, momentum=0.5, nesterov=True)
-SMALL = [name for name in registry.entries("models") if not name.startswith("resnet")]
-DEEP = [name for name in registry.entries("models") if name.startswith("resnet")]
+SMALL = [name for name in plain_models() if not name.startswith("resnet")]
+DEEP = [name for name in plain_models() if name.startswith("resnet")]
 
 
 def check(rows) -> None:

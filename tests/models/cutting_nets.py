@@ -15,8 +15,10 @@ from fedplat.models.flat import FlatModel
 from fedplat.models.resnet import ResidualBlock
 from fedplat.rng import seeded_torch
 
+from .zoo import plain_models
+
 IMAGE, TEXT = (1, 20, 20), (6,)
-ZOO: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in registry.entries("models")]
+ZOO: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in plain_models()]
 ZOO.append(("resnet18", {"norm": "batch"}))
 
 
