@@ -19,7 +19,20 @@ import typer
 
 from .. import __version__
 from ..errors import UserError
-from . import benchmark, deploy, devices, flower_app, listing, partition, report, run, show
+from . import (
+    backbone,
+    benchmark,
+    deploy,
+    devices,
+    flower_app,
+    listing,
+    partition,
+    report,
+    run,
+    show,
+    table,
+    world,
+)
 from .common import INTERRUPTED, USER_ERROR
 
 app = typer.Typer(
@@ -32,6 +45,9 @@ app.command("run")(run.run)
 app.command("list")(listing.list_names)
 app.command("show")(show.show)
 app.command("report")(report.report)
+app.command("table")(table.table)
+app.command("world")(world.world)
+app.command("backbone")(backbone.backbone)
 app.command("partition")(partition.partition)
 app.command("benchmark")(benchmark.benchmark)
 app.command("flower-app")(flower_app.flower_app)

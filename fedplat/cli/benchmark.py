@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 # Those that run when none is named, and those that only run when they are.
 ALL = ("engines", "aggregators", "scale")
-WHICH = (*ALL, "signing", "secure-aggregation", "compression", "enforcement", "federation")
+WHICH = (
+    *ALL,
+    "signing",
+    "secure-aggregation",
+    "compression",
+    "enforcement",
+    "federation",
+    "hierarchy",
+    "leakage",
+)
 # What --only may name, and which of the options each benchmark knows, by the name of its setting.
 PARTS = {
     "engines": ("training", "no-op", "gpu"),
@@ -29,23 +38,30 @@ PARTS = {
     ),
     "scale": ("mean", "fed-credit"),
     "federation": ("engines", "kills"),
+    "hierarchy": ("rounds", "decisions"),
+    "leakage": ("inversion", "membership", "noise"),
 }
-_ONLY = {"engines": "parts", "aggregators": "rules", "scale": "strategies", "federation": "parts"}
-_AGAINST = {"engines": "engines", "aggregators": "libraries"}
+_ONLY = {
+    **{"engines": "parts", "aggregators": "rules", "scale": "strategies"},
+    **dict.fromkeys(("federation", "hierarchy", "leakage"), "parts"),
+}
+_AGAINST = {"engines": "engines", "aggregators": "libraries", "hierarchy": "policies"}
 _KNOWN = {
-    "--models": dict.fromkeys(("engines", "scale", "secure-aggregation", "enforcement"), "models"),
-    "--clients": dict.fromkeys((*ALL, "secure-aggregation", "federation"), "clients"),
-    "--batch": dict.fromkeys(("engines", "enforcement"), "batches"),
-    "--samples": {"engines": "samples"},
+    "--models": dict.fromkeys(("engines", "scale", "secure-aggregation", "enforcement", "leakage"), "models"),
+    "--clients": dict.fromkeys((*ALL, "secure-aggregation", "federation", "hierarchy"), "clients"),
+    "--batch": dict.fromkeys(("engines", "enforcement", "leakage"), "batches"),
+    "--samples": dict.fromkeys(("engines", "leakage"), "samples"),
     "--parameters": {"aggregators": "parameters"},
     "--against": _AGAINST,
     "--threads": {"aggregators": "threads"},
     "--megabytes": dict.fromkeys(("signing", "compression"), "megabytes"),
     "--minutes": {"federation": "minutes"},
-    "--keep": {"federation": "keep"},
-    "--repeats": dict.fromkeys((*ALL, "signing", "secure-aggregation", "compression"), "repeats"),
+    "--keep": dict.fromkeys(("federation", "leakage"), "keep"),
+    "--repeats": dict.fromkeys(
+        (*ALL, "signing", "secure-aggregation", "compression", "hierarchy", "leakage"), "repeats"
+    ),
     "--seed": dict.fromkeys(WHICH, "seed"),
-    "--limit": dict.fromkeys((*ALL, "federation"), "limit"),
+    "--limit": dict.fromkeys((*ALL, "federation", "hierarchy"), "limit"),
 }
 _DISAGREED = 1
 
@@ -108,7 +124,9 @@ def benchmark(
     keep: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="A new folder that keeps a federation's logs and runs.", show_default=False
+            metavar="DIR",
+            help="A new folder: a federation's logs and runs, pictures of leakage.",
+            show_default=False,
         ),
     ] = None,
     repeats: Annotated[
@@ -131,9 +149,11 @@ def benchmark(
     three run, which takes hours. Or it is signing (of replies),
     secure-aggregation (its seconds and bytes per client), compression (of
     updates: how much smaller, and how long it takes), enforcement (the least
-    limit of memory that a model trains under, beside its estimate) or federation (a
-    SuperLink and SuperNodes on this machine: the same results as without, and
-    nothing lost when they are killed). The extra "bench" of this package brings
+    limit of memory that a model trains under, beside its estimate), hierarchy
+    (what policies for edges decide, and how fast), leakage (what a curious server
+    learns from uploads, by the layers in them) or federation (a SuperLink and
+    SuperNodes on this machine: the same results as without, and nothing lost
+    when they are killed). The extra "bench" of this package brings
     pfl and ByzFL. Exit status 1: engines that did the same work came to different
     models, or a federation lost something.
     """
@@ -220,6 +240,8 @@ def _run(settings: dict[str, dict[str, Any]], quick: bool, out: Path) -> None:
         enforcement,
         engines,
         federation,
+        hierarchy,
+        leakage,
         scale,
         secure_aggregation,
         signing,
@@ -237,6 +259,8 @@ def _run(settings: dict[str, dict[str, Any]], quick: bool, out: Path) -> None:
         "compression": compression,
         "enforcement": enforcement,
         "federation": federation,
+        "hierarchy": hierarchy,
+        "leakage": leakage,
     }
     reports: list[Report] = []
     status = 0
