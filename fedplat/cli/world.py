@@ -115,7 +115,8 @@ def _decided(config: ExperimentConfig, world: World, round_: int, strategy: str 
         edge_of = deciding.decide(number).edge_of
         deciding.observe(edge_of >= 0)
     association = config.topology_of(name).settings()["association"].name.rpartition(":")[2]
-    return (association if len(config.strategies) == 1 else f"{name}, {association}"), edge_of
+    alone = len(config.strategies) == 1 or name == association
+    return (association if alone else f"{name}, {association}"), edge_of
 
 
 def edge_table(world: World, round_: int, edge_of: Ints) -> Table:

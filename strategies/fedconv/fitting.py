@@ -48,7 +48,8 @@ class PublicSplit:
 class FitPlan:
     """Adam over ``epochs`` passes; "cosine" moves the rate between ``lr`` and ``min_lr`` and back.
 
-    One way takes ``t_max`` epochs.
+    One way takes ``t_max`` epochs. A ``cautious`` fit keeps its start unless that is beaten on the choosing
+    part by two standard errors: the best of many epochs always looks better on a few samples.
     """
 
     epochs: int = 20
@@ -57,6 +58,7 @@ class FitPlan:
     schedule: Schedule = "none"
     t_max: int = 4
     min_lr: float = 1e-5
+    cautious: bool = False
 
     def rate(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0.
@@ -101,11 +103,12 @@ def fit(
     ``logits`` gets values (m, q) and samples (n, ...) and returns (m, n, classes), or (m, n, T, V) for
     tokens; ``penalty`` gets values and returns what is added to the loss (m,). All problems see the same
     batches, whose order ``rng`` draws. Each keeps the values of the epoch with the least loss on the choosing
-    part; the start counts as one. Nothing but ``values`` gets gradients.
+    part; the start counts as one, and wins close calls if the plan is ``cautious``. Nothing but ``values``
+    gets gradients.
     """
     values = start.detach().clone().requires_grad_()
     best = start.detach().clone()
-    loss, accuracy = judged(logits, best, data)
+    loss, accuracy = first = judged(logits, best, data)
     loss = loss.nan_to_num(nan=math.inf)
     epochs = torch.zeros(len(start), dtype=torch.int64)
     optimizer = torch.optim.Adam([values], lr=plan.lr, fused=True)
@@ -124,6 +127,11 @@ def fit(
         best[better] = values.detach()[better]
         loss, accuracy = torch.where(better, now, loss), torch.where(better, hits, accuracy)
         epochs[better.cpu()] = epoch + 1
+    if plan.cautious and plan.epochs:
+        close = ~beats(logits, best, start.detach(), data, surely=True)
+        best[close] = start.detach()[close]
+        loss, accuracy = torch.where(close, first[0], loss), torch.where(close, first[1], accuracy)
+        epochs[close.cpu()] = 0
     return Fitted(best, loss, accuracy, epochs, plan.steps(len(data.y)))
 
 
@@ -141,9 +149,48 @@ def judged(logits: Logits, values: Tensor, data: PublicSplit) -> tuple[Tensor, T
 
 def losses(logits: Tensor, y: Tensor) -> Tensor:
     """Return the mean cross-entropy (m,) of logits (m, n, classes), or (m, n, T, V)."""
+    return _token_losses(logits, y).mean(1)
+
+
+def _token_losses(logits: Tensor, y: Tensor) -> Tensor:
     flat = logits.flatten(1, -2)
     labels = y.flatten().expand(len(flat), -1)
-    return functional.cross_entropy(flat.transpose(1, 2), labels, reduction="none").mean(1)
+    return functional.cross_entropy(flat.transpose(1, 2), labels, reduction="none")
+
+
+def _each_loss(logits: Logits, values: Tensor, data: PublicSplit) -> Tensor:
+    """Return the loss of each sample (m, n) of the choosing part; a text's is the mean over its tokens."""
+    parts = []
+    with torch.no_grad():
+        for x, y in zip(data.choose_x.split(_AT_ONCE), data.choose_y.split(_AT_ONCE), strict=True):
+            parts.append(_token_losses(logits(values, x), y).unflatten(1, (len(y), -1)).mean(2))
+    return torch.cat(parts, dim=1).double()
+
+
+def beats(logits: Logits, values: Tensor, others: Tensor, data: PublicSplit, surely: bool) -> Tensor:
+    """Return where values (m, q) are better than others (m, q) on the choosing part.
+
+    ``surely`` means by two standard errors of the paired difference of the samples' losses. Finite losses
+    beat those that are not.
+    """
+    return _less(*(_each_loss(logits, each, data) for each in (values, others)), 2.0 if surely else 0.0)
+
+
+def _less(one: Tensor, other: Tensor, errors: float) -> Tensor:
+    """Return where losses (m, n) are lower than others by so many standard errors.
+
+    >>> start = torch.tensor([[2.0, 2.0, 2.0, 2.0]])
+    >>> fitted = torch.tensor([[1.0, 1.1, 0.9, 1.0], [0.0, 3.0, 0.5, 2.0]])
+    >>> _less(fitted, start.expand(2, -1), 2.0).tolist(), _less(fitted, start.expand(2, -1), 0.0).tolist()
+    ([True, False], [True, True])
+    """
+    gain = other - one
+    margin: Tensor | float = 0.0
+    if errors:
+        # The spread of a single sample is unknown, and so is whether it was chance.
+        margin = errors * gain.std(dim=1) / gain.shape[1] ** 0.5 if gain.shape[1] > 1 else math.inf
+    lower = gain.mean(dim=1) > margin
+    return torch.isfinite(one).all(dim=1) & (lower | ~torch.isfinite(other).all(dim=1))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from fedplat.rng import torch_seed
 from ..nodes import Node
 from ..submodels import SubModelContext, SubModelSpec
 from .filters import BlockSettings, FilterBank, Init, Residual
-from .fitting import FitPlan, Fitted, Logits, Named, fit, judged
+from .fitting import FitPlan, Fitted, Logits, Named, beats, fit
 from .server_side import ServerNet, ServerTrained, arrays_of, groups, vector_of
 from .settings import (
     Accuracy,
     Activation,
+    Cautious,
     Channels,
     Dilate,
     Epochs,
@@ -102,7 +103,7 @@ class FedConvScheme(ServerTrained):
     weight, one kernel K and projection P per place of a kernel, fitted so that the small model predicts the
     server's samples well. Clients train it and know of no filters. One set of transposed filters per client
     makes its reply large, fitted likewise. So every reply covers the whole model, and every aggregator works
-    on them. Filters are kept, a client's under its number; a fit starts from them unless fresh ones are better.
+    on them. Filters are kept, a client's under its number; fits start from them where they beat fresh ones.
 
     Four fifths of the server's samples are fitted on, the rest chooses the epoch. Filters whose accuracy
     there is below ``least_accuracy`` start anew up to ``restarts`` times; then the first units are taken
@@ -112,7 +113,7 @@ class FedConvScheme(ServerTrained):
     preset
     ============== ==========================================================================================
     default        delta filters without activation, so that all starts as HeteroFL's slice; what a client
-                   changed is made large and put to the model
+                   changed is made large and put to the model; a fit has to beat its start surely
     paper          random filters, slopes 0.85 and 0.001, cosine schedule; the client's weights themselves
                    are made large
     released-code  like the paper's, with a projection of one channel, the residual in convolutions alone,
@@ -126,10 +127,8 @@ class FedConvScheme(ServerTrained):
     From the paper: the filters, what is fitted, the presets' numbers. Inferred: the delta start and the
     update that is made large (both our choice), the choice of epochs on data that are not the test set, and
     the flattened pixels of a channel as places of a kernel. Widths are rounded up as for every other scheme.
-    Models with BatchNorm are refused. Shen et al., MobiSys 2024 (arXiv 2502.20639), and its released code.
-
-    A fit takes epochs · samples / 32 steps on the server for every width and every client. Raises UserError
-    without server data and for models it cannot take.
+    A fit takes epochs · samples / 32 steps for every width and every client. Raises UserError without server
+    data and for models with BatchNorm. Shen et al., MobiSys 2024 (arXiv 2502.20639), and its released code.
     """
 
     def __init__(
@@ -153,6 +152,7 @@ class FedConvScheme(ServerTrained):
         schedule: Annotated[
             Literal["none", "cosine"] | None, Field(description="how the learning rate goes")
         ] = None,
+        cautious: Cautious = None,
         restarts: Annotated[int, Field(ge=0, description="times that bad filters start anew")] = 3,
         least_accuracy: Accuracy = None,
         warm_start: Annotated[
@@ -174,6 +174,7 @@ class FedConvScheme(ServerTrained):
             dilate_epochs=dilate_epochs,
             lr=lr,
             schedule=schedule,
+            cautious=cautious,
             least_accuracy=least_accuracy,
             pretrain_epochs=pretrain_epochs,
             finetune_global_epochs=finetune_global_epochs,
@@ -320,7 +321,7 @@ class FedConvScheme(ServerTrained):
 
         values = self._on_device(torch.stack([fresh(client, 0) for client in clients]))
         if self.warm_start and any(key in self.kept for key in keys):
-            values = self._better(problem, [self.kept.get(key) for key in keys], values)
+            values = self._better(problem, [self.kept.get(key) for key in keys], values, plan.cautious)
         rows, good = torch.arange(len(clients)), torch.zeros(len(clients), dtype=torch.bool)
         for attempt in range(self.restarts + 1):
             start = values[rows] if not attempt else self._fresh_rows(fresh, clients, rows, attempt)
@@ -348,8 +349,8 @@ class FedConvScheme(ServerTrained):
                 self.kept.pop(key, None)
         return problem.vectors(values), good.tolist()
 
-    def _better(self, problem: Problem, kept: Sequence[Tensor | None], fresh: Tensor) -> Tensor:
-        """Return the filters (m, q) to start from: those kept, or fresh ones if they predict better.
+    def _better(self, problem: Problem, kept: Sequence[Tensor | None], fresh: Tensor, surely: bool) -> Tensor:
+        """Return the filters (m, q) to start from: fresh ones, unless those kept are better.
 
         Kept filters suit the weights of the round before: what they add to an update does not wear off.
         """
@@ -357,9 +358,8 @@ class FedConvScheme(ServerTrained):
             [new if old is None else self._on_device(old) for old, new in zip(kept, fresh, strict=True)]
         )
         logits = problem.logits(torch.arange(len(values)))
-        old_loss, new_loss = (judged(logits, one, self.bound.split)[0] for one in (values, fresh))
-        # Not a number is never better.
-        return torch.where((new_loss < old_loss.nan_to_num(torch.inf))[:, None], fresh, values)
+        better = beats(logits, values, fresh, self.bound.split, surely)
+        return torch.where(better[:, None], values, fresh)
 
     def _fresh_rows(
         self, fresh: Callable[[int, int], Tensor], clients: Sequence[int], rows: Tensor, attempt: int

@@ -33,6 +33,9 @@ Activation = Annotated[
 ]
 Epochs = Annotated[int | None, Field(ge=0, description="passes over the server's data")]
 Rate = Annotated[float | None, Field(gt=0, description="learning rate of Adam")]
+Cautious = Annotated[
+    bool | None, Field(description="keep a fit's start unless it is beaten by two standard errors")
+]
 Accuracy = Annotated[
     float | None,
     Field(ge=0, le=1, description="accuracy on the choosing part below which filters start anew"),
@@ -58,7 +61,7 @@ _PAPER_FIT = FitPlan(schedule="cosine", t_max=4, min_lr=1e-5)
 _RELEASED_TUNING = FitPlan(epochs=10, lr=1e-4)
 
 PRESETS: dict[str, FedConvSettings] = {
-    "default": FedConvSettings(),
+    "default": FedConvSettings(compress_plan=FitPlan(cautious=True), dilate_plan=FitPlan(cautious=True)),
     "paper": FedConvSettings(
         BlockSettings(16, "all", (0.85, 0.001), 1, "random"),
         dilate="model",
@@ -89,6 +92,7 @@ def settings_of(
     dilate_epochs: Epochs = None,
     lr: Rate = None,
     schedule: Schedule | None = None,
+    cautious: Cautious = None,
     least_accuracy: Accuracy = None,
     pretrain_epochs: Epochs = None,
     finetune_global_epochs: Epochs = None,
@@ -99,14 +103,15 @@ def settings_of(
     if preset not in PRESETS:
         raise UserError(f"preset = '{preset}': there are {', '.join(PRESETS)}")
     start = PRESETS[preset]
+    fits = {"lr": lr, "schedule": schedule, "cautious": cautious}
     slopes = {} if activation is None else {"activation": None if activation == "none" else activation}
     block = _with(start.block, channels=projection_channels, residual=residual, init=init)
     return replace(
         start,
         block=replace(block, **slopes),
         dilate=dilate or start.dilate,
-        compress_plan=_with(start.compress_plan, epochs=compress_epochs, lr=lr, schedule=schedule),
-        dilate_plan=_with(start.dilate_plan, epochs=dilate_epochs, lr=lr, schedule=schedule),
+        compress_plan=_with(start.compress_plan, epochs=compress_epochs, **fits),
+        dilate_plan=_with(start.dilate_plan, epochs=dilate_epochs, **fits),
         compress_least=start.compress_least if least_accuracy is None else least_accuracy,
         dilate_least=start.dilate_least if least_accuracy is None else least_accuracy,
         pretrain=_with(start.pretrain, epochs=pretrain_epochs, lr=finetune_lr),

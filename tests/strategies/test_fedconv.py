@@ -253,6 +253,22 @@ def test_each_problem_is_fitted_as_if_alone() -> None:
     assert together.steps == plan.steps(40) == 20
 
 
+def test_a_cautious_fit_takes_what_the_samples_teach_and_not_what_was_chance() -> None:
+    taught = split(100)
+    labels = torch.from_numpy(np.random.default_rng(1).integers(3, size=100))
+    nothing = PublicSplit(taught.x, labels[:80], taught.choose_x, labels[80:])
+    bold, cautious = (FitPlan(epochs=8, lr=0.02, batch_size=16, cautious=c) for c in (False, True))
+    start = torch.zeros(1, 9)
+    for data, kept in ((taught, False), (nothing, True)):
+        usual = fit(linear, start, data, bold, np.random.default_rng(0))
+        careful = fit(linear, start, data, cautious, np.random.default_rng(0))
+        assert usual.epoch[0] > 0  # the best of nine looks better than the start in both
+        assert (int(careful.epoch[0]) == 0) == kept
+        expected = start if kept else usual.values
+        assert torch.equal(careful.values, expected)
+        torch.testing.assert_close(careful.loss, judged(linear, expected, data)[0])
+
+
 def test_fitting_is_torch_adam_and_keeps_the_epoch_that_the_choosing_part_likes_best() -> None:
     data, plan = split(), FitPlan(epochs=5, lr=0.3, batch_size=16, schedule="cosine", t_max=2, min_lr=0.01)
     layer = nn.Linear(3, 3, bias=False)
