@@ -1,187 +1,115 @@
-"""The Flower ``ClientApp`` of an experiment: local training and evaluation of one client's samples."""
+"""The Flower ``ClientApp`` of an experiment: training, own tests, and models of the clients' own."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
-import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import Mod
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fedplat.arrays import FlatArrays
-from fedplat.compat import MessageType
-from fedplat.grouped import GroupApp
+from fedplat.arrays import FlatArrays, Layout
+from fedplat.layer_map import part_layout, part_of, with_part
 from fedplat.models.flat import FlatModel
-from fedplat.rng import generator, seeded_torch, torch_seed
-from fedplat.submodel_options import Shape, SubModelOptions
 
-from .attacks import dispatch
-from .attacks.base import when
-from .mods.memory_cap import MemoryCapMod
-from .mods.secure_aggregation import SecureAggregationMod
-from .stacked import Learner
-from .stacked.execution import Execution, usual_execution
-from .submodel_training import PartModels, loss_of
+from .fedp3_app import FedP3App
+from .personal import AFTER, PERSONAL, OwnWork, Personal, personal_of
+from .stacked.execution import Execution
 from .task import ClientTask
-from .training import TrainResult, evaluate, train_one
+from .training import TrainResult, evaluate
+from .training_app import STRATEGY_KEY, keys_of, through
 
-STRATEGY_KEY = "fedplat.strategy"
-"""Under which a training message may name the strategy it comes from."""
+__all__ = ["STRATEGY_KEY", "ExperimentApp", "make_client_app", "through"]
 
-_OPTIMIZER_KEY = "fedplat.optimizer"
+_OWN_KEY = "fedplat.own-model"
 
 
-class ExperimentApp(GroupApp):
-    """The ``ClientApp`` of a task; each process that runs it builds the model once.
+class ExperimentApp(FedP3App):
+    """The ``ClientApp`` of a task.
 
-    Clients whose training is an honest one, on whatever data, are trained together where ``execution`` says
-    so and they have models of one shape; the others by themselves. A message may bring a sub-model, see
-    :mod:`.submodel_options`. Every training reply passes through the ``inner`` mods, then through the
-    client's attack if it has one, then through the ``outer`` mods, the first of which is the last to see it.
+    Clients that hold out samples evaluate on these, and say in their training replies how good the model is
+    there that they trained. Where a message asks for models of the clients' own, see :mod:`.personal`, they
+    keep in their state what these need, and tell how good these are when they are asked.
     """
 
-    def __init__(
-        self, task: ClientTask, execution: Execution, inner: Sequence[Mod] = (), outer: Sequence[Mod] = ()
-    ) -> None:
-        super().__init__(mods=[*outer, *([dispatch(task.attacks)] if task.attacks else ()), *inner])
-        self._task = task
-        # Clients trained together have no attack on their replies.
-        self._mods_of_honest = [*outer, *inner]
-        self._parts = PartModels(task)
-        caps = [mod for mod in inner if isinstance(mod, MemoryCapMod)]
-        for cap in caps:
-            # A model that is there already would cost the client nothing.
-            cap.forget = self._parts.forget
-        # Memory is limited for one client, and estimated for one that is trained by itself.
-        self._stacked = execution.stacked and not caps
-        self._exact = execution.exact
-        self.group_limit = 1 if caps else execution.group
-        # On a GPU there is one worker, whose groups are therefore always the same.
-        self.group_exact = execution.exact or task.device != "cpu"
-        self.train()(self._train)
-        self.evaluate()(self._evaluate)
-        self.query()(self._which_partition)
-        for mod in outer:
-            if isinstance(mod, SecureAggregationMod):
-                mod.register(self)
-
-    def run_group(self, messages: list[Message], contexts: list[Context]) -> list[Message | None]:
-        """Train the clients together that can be, and leave the others to be called by themselves."""
-        replies: list[Message | None] = [None] * len(messages)
-        where: dict[Shape, list[int]] = {}
-        for i, pair in enumerate(zip(messages, contexts, strict=True)):
-            if self._stackable(*pair):
-                where.setdefault(_options(messages[i]).shape, []).append(i)
-        for shape, rows in where.items():
-            together = self._train_stacked([messages[i] for i in rows], [contexts[i] for i in rows], shape)
-            for i, reply in zip(rows, together, strict=True):
-                replies[i] = through(self._mods_of_honest, messages[i], contexts[i], reply)
-        return replies
-
-    def _stackable(self, message: Message, context: Context) -> bool:
-        # A unit of short messages may be of questions, which come without settings.
-        if not self._stacked or message.metadata.message_type != MessageType.TRAIN:
-            return False
-        options = _options(message)
-        if not options.plain or self._parts.trainer(options.shape, self._exact) is None:
-            return False
-        partition, server_round = _who_and_when(message, context)
-        return self._task.attack_of(partition, server_round).only_on_data
-
-    def _train(self, message: Message, context: Context) -> Message:
-        if self._stackable(message, context):
-            return self._train_stacked([message], [context], _options(message).shape)[0]
-        task, keys, options = self._task, _keys(message, context), _options(message)
-        model = self._model_with(message)
-        # An attack without effect on the training leaves an honest client's: same batches, same bits.
-        attack = task.attack_of(*keys[:2])
-        x, y = attack.on_data(*task.samples(keys[0]), generator(task.seed, "attack-data", *keys))
-        on_batch = functools.partial(attack.on_batch, rng=generator(task.seed, "attack-batch", *keys))
-        with seeded_torch(task.seed, "client", *keys):
-            result = train_one(
-                model,
-                attack.on_training(task.training),
-                x,
-                y,
-                generator(task.seed, "batches", *keys),
-                _load_optimizer(message, context) if task.training.keep_optimizer else None,
-                on_batch=on_batch,
-                loss_factor=attack.loss_factor(),
-                loss_of=loss_of(model, task, options, y, generator(task.seed, "widths", *keys)),
-            )
-        trained = FlatArrays(model.layout, model.vector.cpu().numpy(), model.side.cpu().numpy())
-        return self._reply(message, context, trained, result)
-
-    def _train_stacked(self, messages: list[Message], contexts: list[Context], shape: Shape) -> list[Message]:
-        task, model, trainer = self._task, self._parts.model(shape), self._parts.trainer(shape, self._exact)
-        assert trainer is not None
-        who = [_keys(*pair) for pair in zip(messages, contexts, strict=True)]
-        x, y, rows = self._samples(who)
-        learners = [
-            Learner(
-                own,
-                generator(task.seed, "batches", *keys),
-                self._dropout_generator(keys) if trainer.kernel.dropout else None,
-                _load_optimizer(message, context) if task.training.keep_optimizer else None,
-            )
-            for own, keys, message, context in zip(rows, who, messages, contexts, strict=True)
-        ]
-        start = [_arrays_of(message, model) for message in messages]
-        trained, results = trainer.train(start, x, y, learners)
-        return [self._reply(*four) for four in zip(messages, contexts, trained, results, strict=True)]
-
-    def _dropout_generator(self, keys: tuple[int, ...]) -> torch.Generator:
-        random = torch.Generator(self._task.device)
-        return random.manual_seed(torch_seed(self._task.seed, "client", *keys))
-
-    def _samples(self, who: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
-        """Return samples and labels that hold all clients' own, and where each client's are."""
-        task, attackers = self._task, [keys for keys in who if keys[0] in self._task.attacks]
-        if task.resident is not None and not attackers:
-            x, y, rows = task.resident
-            return x, y, [rows[keys[0]] for keys in who]
-        pairs = [
-            task.attack_of(*keys[:2]).on_data(
-                *task.samples(keys[0]), generator(task.seed, "attack-data", *keys)
-            )
-            for keys in who
-        ]
-        ends = np.cumsum([len(y) for _, y in pairs])
-        rows = [np.arange(end - len(y), end) for (_, y), end in zip(pairs, ends, strict=True)]
-        return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), rows
-
     def _reply(self, message: Message, context: Context, trained: FlatArrays, result: TrainResult) -> Message:
-        if result.optimizer_state is not None:
-            _save_optimizer(message, context, result.optimizer_state)
-        partition, _ = _who_and_when(message, context)
-        count = len(self._task.parts[partition])
-        metrics = MetricRecord({"num-examples": count, "train-loss": result.loss, **result.metrics})
-        return Message(RecordDict({"arrays": trained.to_record(), "metrics": metrics}), reply_to=message)
+        personal = _personal_in(message)
+        sent = trained
+        if personal is not None:
+            sent = self._kept_and_sent(personal, message, context, trained)
+        reply = super()._reply(message, context, sent, result)
+        if self._task.held_out and personal is None and trained.layout == self._own_model.layout:
+            metrics = reply.content["metrics"]
+            assert isinstance(metrics, MetricRecord)
+            metrics[AFTER] = self._measured(trained, context)[0]
+        return reply
+
+    def _start(self, message: Message, context: Context, model: FlatModel) -> FlatArrays:
+        personal = _personal_in(message)
+        if personal is None or model.layout != self._own_model.layout:
+            return super()._start(message, context, model)
+        return personal.start(self._received(personal, message), self._own(personal, message, context))
 
     def _evaluate(self, message: Message, context: Context) -> Message:
-        task, (partition, _) = self._task, _who_and_when(message, context)
-        result = evaluate(self._model_with(message), *task.samples(partition), task.dataset.num_classes)
-        metrics = MetricRecord(
-            {
-                "num-examples": len(task.parts[partition]),
-                "eval-loss": result.loss,
-                "eval-acc": result.accuracy,
-            }
-        )
+        personal = _personal_in(message)
+        if personal is None or self._least_privacy is not None:
+            return super()._evaluate(message, context)
+        received = FlatArrays.of_record(_arrays_in(message), self._own_model.layout)
+        own = self._own(personal, message, context)
+        mine = personal.model(received, own, self._work(message, context))
+        accuracy, loss, count = self._measured(mine, context)
+        metrics = MetricRecord({"num-examples": count, AFTER: accuracy, f"{AFTER}-loss": loss})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
-    def _which_partition(self, message: Message, context: Context) -> Message:
-        answer = ConfigRecord({"partition-id": int(context.node_config["partition-id"])})
-        return Message(RecordDict({"node": answer}), reply_to=message)
+    # Models of the clients' own ----------------------------------------------------------------------------
 
-    def _model_with(self, message: Message) -> FlatModel:
-        model = self._parts.model(_options(message).shape)
-        model.load(_arrays_of(message, model))
-        return model
+    @cached_property
+    def _own_model(self) -> FlatModel:
+        """A model besides that of training, whose memory a reply may still be using."""
+        return FlatModel(self._task.build_model(), self._task.device)
+
+    @cached_property
+    def _initial(self) -> FlatArrays:
+        model = FlatModel(self._task.build_model())
+        return FlatArrays(model.layout, model.vector.numpy().copy(), model.side.numpy().copy())
+
+    def _work(self, message: Message, context: Context) -> OwnWork:
+        task, keys = self._task, keys_of(message, context)
+        return OwnWork(self._own_model, task.training, lambda: task.samples(keys[0]), task.seed, keys)
+
+    def _kept_and_sent(
+        self, personal: Personal, message: Message, context: Context, trained: FlatArrays
+    ) -> FlatArrays:
+        """Remember what is the client's own after a training, and return what leaves the client."""
+        whole = self._own_model.layout
+        if trained.layout != whole:
+            return trained
+        received, own = self._received(personal, message), self._own(personal, message, context)
+        kept = personal.remembered(received, trained, own, self._work(message, context))
+        if kept is not None:
+            context.state[_own_key(message)] = kept.to_record()
+        return part_of(trained, names) if (names := _shared(personal, whole)) else trained
+
+    def _received(self, personal: Personal, message: Message) -> FlatArrays:
+        """Return the whole model that a training message is about; layers that it lacks are the initial."""
+        whole = self._own_model.layout
+        if not (names := _shared(personal, whole)):
+            return FlatArrays.of_record(_arrays_in(message), whole)
+        part = FlatArrays.of_record(_arrays_in(message), part_layout(whole, names))
+        return with_part(self._initial, part)
+
+    def _own(self, personal: Personal, message: Message, context: Context) -> FlatArrays | None:
+        record = context.state.get(_own_key(message))
+        if not isinstance(record, ArrayRecord):
+            return None
+        return FlatArrays.of_record(record, personal.memory(self._own_model.layout))
+
+    def _measured(self, arrays: FlatArrays, context: Context) -> tuple[float, float, int]:
+        """Return accuracy and loss of a model on the client's own test samples, and how many these are."""
+        x, y = self._task.own_tests(int(context.node_config["partition-id"]))
+        self._own_model.load(arrays)
+        result = evaluate(self._own_model, x, y, self._task.dataset.num_classes)
+        return result.accuracy, result.loss, len(y)
 
 
 def make_client_app(
@@ -192,57 +120,25 @@ def make_client_app(
 ) -> ExperimentApp:
     """Return the ``ClientApp`` of a task; without an ``execution``, the one its model alone suggests."""
     _ = task.resident  # before any process is forked that would prepare the samples for itself
-    execution = execution or usual_execution(task.build_model, task.training, task.sample())
     return ExperimentApp(task, execution, inner, outer)
 
 
-def through(mods: Sequence[Mod], message: Message, context: Context, reply: Message) -> Message:
-    """Return what mods make of a reply on its way out; the first of them is the last to see it."""
-
-    if not mods:
-        return reply
-    first, *others = mods
-    return first(message, context, lambda message, context: through(others, message, context, reply))
+def _personal_in(message: Message) -> Personal | None:
+    return personal_of(str(message.content["config"].get(PERSONAL, "")))
 
 
-def _who_and_when(message: Message, context: Context) -> tuple[int, int]:
-    config = message.content["config"]
-    return int(context.node_config["partition-id"]), int(config["server-round"])  # type: ignore[arg-type]
+def _arrays_in(message: Message) -> ArrayRecord:
+    record = message.content["arrays"]
+    assert isinstance(record, ArrayRecord)
+    return record
 
 
-def _keys(message: Message, context: Context) -> tuple[int, ...]:
-    """Return what draws of a training are keyed by: partition, round and, from its second on, the edge's."""
-    return int(context.node_config["partition-id"]), *when(message)
+def _shared(personal: Personal, layout: Layout) -> frozenset[str]:
+    """Return the arrays that travel, where that is not all of them."""
+    local = personal.local(layout)
+    return frozenset(entry.name for entry in layout.entries if entry.name not in local) if local else local
 
 
-def _arrays_of(message: Message, model: FlatModel) -> FlatArrays:
-    return FlatArrays.of_record(message.content["arrays"], model.layout)  # type: ignore[arg-type]
-
-
-def _options(message: Message) -> SubModelOptions:
-    return SubModelOptions.of(message.content["config"])
-
-
-def _optimizer_key(message: Message) -> str:
-    """Return where a client keeps its optimizer: strategies that share a run's clients do not share that.
-
-    Nor do different parts of the model: what was gathered for other weights is dropped.
-    """
-    config, options = message.content["config"], _options(message)
-    part = f"/{options.kind}/{options.shape.sizes}" if options.shape.sizes else ""
-    return _OPTIMIZER_KEY + str(config.get(STRATEGY_KEY, "")) + part
-
-
-def _load_optimizer(message: Message, context: Context) -> dict[str, NDArray[np.float32]] | None:
-    record = context.state.get(_optimizer_key(message))
-    return (
-        {name: array.numpy() for name, array in record.items()} if isinstance(record, ArrayRecord) else None
-    )
-
-
-def _save_optimizer(message: Message, context: Context, state: Mapping[str, NDArray[np.float32]]) -> None:
-    for key in [key for key in context.state if key.startswith(_OPTIMIZER_KEY)]:
-        del context.state[key]
-    context.state[_optimizer_key(message)] = ArrayRecord(
-        {name: Array(np.asarray(value)) for name, value in state.items()}
-    )
+def _own_key(message: Message) -> str:
+    """Return where a client keeps what is its own: strategies share a run's clients, but not that."""
+    return _OWN_KEY + str(message.content["config"].get(STRATEGY_KEY, ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedplat.datasets.base import Dataset
+from fedplat.datasets.base import Dataset, Split
 from fedplat.models.cutting import CutPlan, plan_of
 from fedplat.training_config import LocalTraining
 
@@ -27,6 +27,8 @@ class ClientTask:
 
     ``parts[i]`` are the indices of the training samples of partition i; ``attacks`` is keyed by partition.
     Without ``keep_samples``, a client's are prepared anew each time: a device has those of one client only.
+    ``held_out[i]`` are indices into the training set, too: what client i keeps for tests and never trains on;
+    none for all clients if empty.
     """
 
     dataset: Dataset
@@ -37,6 +39,7 @@ class ClientTask:
     attacks: Mapping[int, Attack] = field(default_factory=dict)
     device: str = "cpu"
     keep_samples: bool = True
+    held_out: Sequence[NDArray[np.int64]] = ()
 
     @cached_property
     def resident(self) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]] | None:
@@ -70,6 +73,26 @@ class ClientTask:
         x, y, rows = self.resident
         own = torch.from_numpy(rows[partition]).to(self.device)
         return x.index_select(0, own), y.index_select(0, own)
+
+    def own_tests(self, partition: int) -> tuple[Tensor, Tensor]:
+        """Return a client's prepared test samples and labels; its training samples if none are held out."""
+        if not self.held_out:
+            return self.samples(partition)
+        return self._prepared(self.held_out[partition])
+
+    def for_server(self) -> ClientTask:
+        """Return the task with a training set that lacks what clients hold out, to draw samples from.
+
+        Its rows are others than those of ``parts``, which stay as they are.
+        """
+        if not self.held_out:
+            return self
+        free = np.ones(len(self.dataset.train), np.bool_)
+        free[np.concatenate([np.asarray(part, np.int64) for part in self.held_out])] = False
+        rows = np.flatnonzero(free)
+        train = Split(self.dataset.train.x[rows], self.dataset.train.y[rows])
+        dataset = replace(self.dataset, train=train, groups=None, group_names=(), columns={})
+        return replace(self, dataset=dataset)
 
     def sample(self) -> Tensor:
         """Return some sample as the model takes it, (1, ...) of zeros: what its layers do with it is all."""

@@ -218,6 +218,7 @@ def _optimizer_key(message: Message) -> str:
 
 
 def load_optimizer(message: Message, context: Context) -> dict[str, NDArray[np.float32]] | None:
+    """Return what a client keeps of its optimizer; None if there is nothing for such a message."""
     record = context.state.get(_optimizer_key(message))
     return (
         {name: array.numpy() for name, array in record.items()} if isinstance(record, ArrayRecord) else None

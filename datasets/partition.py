@@ -16,15 +16,20 @@ from pydantic import Field
 from ..errors import UserError
 from ..registry import find
 from ..rng import generator
+from .fedp3_partitions import classwise, dirichlet_equal
 from .labels import Labels, Parts, check_parts, class_counts, parts_of, require_clients, require_room
 from .retries import Draw, first_fit
+from .sub_domains import dirichlet_domains
 
 __all__ = [
     "Labels",
     "Parts",
     "class_counts",
+    "classwise",
     "dirichlet",
     "dirichlet_client",
+    "dirichlet_domains",
+    "dirichlet_equal",
     "iid",
     "mud_hog",
     "natural",

@@ -32,6 +32,7 @@ PACKAGES = {
     "availability": "fedplat.emulation",
     "compressors": "fedplat.compression",
     "submodels": "fedplat.strategies",
+    "personal": "fedplat.clients.personal",
     "topologies": "fedplat.strategies",
     "worlds": "fedplat.emulation",
     "associations": "fedplat.strategies",
@@ -261,6 +262,14 @@ BUILT_IN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("standalone", "fedconv:Standalone", "control: every client its own model, never combined", ""),
         ("fedp3", "fedp3:FedP3Scheme", "some layers whole, the others pruned; only those return",
          f"{_FEDP3}; partly inferred"),
+    ),
+    "personal": (
+        ("none", ":Personal", "clients have no models of their own", ""),
+        ("fine-tuning", ":FineTuning", "the global model, trained on own samples before it is used", ""),
+        ("ditto", ":Ditto", "own models, trained beside the global one and pulled to it",
+         "Li et al., ICML 2021"),
+        ("fedper", ":FedPer", "the last layers stay with each client",
+         "Arivazhagan et al., 2019 (arXiv 1912.00818)"),
     ),
     "topologies": (
         ("flat", "topology:Flat", "clients report to one server", ""),

@@ -27,6 +27,7 @@ from .config_parts import (
     ModelConfig,
     Part,
     PartitionConfig,
+    PersonalConfig,
     PreAggregatorConfig,
     SelectionConfig,
     StrategyConfig,
@@ -35,7 +36,15 @@ from .config_parts import (
     TopologyConfig,
     WorldConfig,
 )
-from .config_schemas import check_topology, list_schema, part_schema, topology_schema, with_topologies
+from .config_schemas import (
+    check_personal,
+    check_submodels,
+    check_topology,
+    list_schema,
+    part_schema,
+    topology_schema,
+    with_topologies,
+)
 from .errors import UserError
 from .training_config import LocalTraining
 
@@ -138,6 +147,7 @@ class ExperimentConfig(Strict):
     emulation: EmulationConfig = EmulationConfig()
     compression: CompressionConfig = CompressionConfig()
     submodels: SubModelsConfig = SubModelsConfig()
+    personal: PersonalConfig = PersonalConfig()
     topology: TopologyConfig = TopologyConfig()
     world: WorldConfig | None = None
     flower: FlowerConfig = FlowerConfig()
@@ -160,6 +170,11 @@ class ExperimentConfig(Strict):
             del values["submodels"]
         if self.topology == type(self.topology)() and self.topology.name == "flat":
             del values["topology"]
+        if self.personal.name == "none":
+            del values["personal"]
+        for key in ("own_test", "pool"):
+            if not values["partition"][key]:
+                del values["partition"][key]
         for table in (values.get("strategy") or {}).values():
             if not table["before"]:
                 del table["before"]
@@ -178,6 +193,10 @@ class ExperimentConfig(Strict):
     def submodels_of(self, name: str) -> SubModelsConfig:
         """Return the sub-models of one of ``strategies``: its own, or those of all."""
         return self.strategy_part(name).submodels or self.submodels
+
+    def personal_of(self, name: str) -> PersonalConfig:
+        """Return how clients of one of ``strategies`` make the model their own."""
+        return self.strategy_part(name).personal or self.personal
 
     def topology_of(self, name: str) -> TopologyConfig:
         """Return the topology of one of ``strategies``: its own, or that of all."""
@@ -202,6 +221,7 @@ _PARTS: dict[str, type[Part]] = {
     "availability": AvailabilityConfig,
     "compression": CompressionConfig,
     "submodels": SubModelsConfig,
+    "personal": PersonalConfig,
     "world": WorldConfig,
 }
 
@@ -237,8 +257,15 @@ def load(raw: Mapping[str, Any], where: str) -> ExperimentConfig:
             f"{where}: compression.name: sums of '{config.compression.name}' updates are none of updates, so "
             f"it does not go with aggregation.secure_groups; leave one of them out"
         )
+    if config.partition.pool and not config.partition.own_test:
+        raise UserError(
+            f"{where}: partition.pool: clients would train on the test set; give own_test, the share of its "
+            f"samples that each client keeps for tests"
+        )
     for name in config.strategies:
         check_topology(config, name, where)
+        check_submodels(config, name, where)
+        check_personal(config, name, where)
     return config
 
 
@@ -290,6 +317,10 @@ def _strategy_schema(name: str, tables: Any, where: str) -> type[Any]:
         scheme = submodels.get("name", SubModelsConfig.model_fields["name"].get_default())
         part = part_schema(SubModelsConfig, scheme, f"{where}: strategy.{name}.submodels.name")
         own["submodels"] = (part | None, None)
+    if isinstance(personal := table.get("personal"), Mapping):
+        kind = personal.get("name", PersonalConfig.model_fields["name"].get_default())
+        part = part_schema(PersonalConfig, kind, f"{where}: strategy.{name}.personal.name")
+        own["personal"] = (part | None, None)
     if isinstance(topology := table.get("topology"), Mapping):
         own["topology"] = (topology_schema(topology, f"{where}: strategy.{name}.topology") | None, None)
     return create_model(schema.__name__, __base__=schema, **own) if own else schema

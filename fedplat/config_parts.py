@@ -41,10 +41,16 @@ class DataConfig(Part):
 
 
 class PartitionConfig(Part):
-    """How training samples are spread over ``clients`` clients; 0: as many as a natural partition has."""
+    """How training samples are spread over ``clients`` clients; 0: as many as a natural partition has.
+
+    Of each client's samples, ``own_test`` are kept for tests of its own. With ``pool``, the test set's
+    samples are spread, too, and what clients keep is the test set.
+    """
 
     kind: ClassVar[str] = "partitions"
     clients: Annotated[int, Field(ge=0)]
+    own_test: Annotated[float, Field(ge=0, lt=1, description="share of its samples a client tests on")] = 0.0
+    pool: Annotated[bool, Field(description="spread training and test samples together")] = False
 
 
 class ModelConfig(Part):
@@ -98,6 +104,13 @@ class SubModelsConfig(Part):
     public_samples: Annotated[int, Field(ge=0, description="of the training set, held by the server")] = 0
 
 
+class PersonalConfig(Part):
+    """How clients make the model their own; a strategy may have a table of its own."""
+
+    kind: ClassVar[str] = "personal"
+    name: str = "none"
+
+
 class AssociationConfig(Part):
     """Which client reports to which edge."""
 
@@ -141,6 +154,7 @@ class StrategyConfig(Part):
         None
     )
     topology: Annotated[TopologyConfig | None, Field(description="what differs from [topology]")] = None
+    personal: Annotated[PersonalConfig | None, Field(description="in place of [personal]")] = None
 
 
 class DevicesConfig(Part):

@@ -114,3 +114,61 @@ def check_topology(config: ExperimentConfig, name: str, where: str) -> None:
         raise UserError(
             f"{where}: privacy.mode: 'central' noise is that of one server; with topology 'edges' use 'local'"
         )
+
+
+def check_submodels(config: ExperimentConfig, name: str, where: str) -> None:
+    """Raise UserError for sub-models of a strategy that the rest of the scenario does not allow."""
+    part = config.submodels_of(name)
+    edges = config.topology_of(name).name == "edges"
+    if edges and part.public_samples and config.partition.own_test:
+        raise UserError(
+            f"{where}: submodels.public_samples: with topology 'edges' they may be samples that clients hold "
+            f"out by partition.own_test; leave one of them out"
+        )
+    if part.name != "fedp3":
+        return
+    for there, key, why in (
+        (edges, "topology", "edge servers combine whole models, and FedP3's replies are parts of them"),
+        (config.privacy.mode == "central", "privacy.mode", "'central' noise is for updates of whole models"),
+        (config.aggregation.secure_groups, "aggregation.secure_groups", "sums are of updates of one model"),
+    ):
+        if there:
+            raise UserError(
+                f"{where}: {key} does not go with submodels 'fedp3' (strategy '{name}'): {why}; leave one of "
+                f"them out"
+            )
+
+
+def check_personal(config: ExperimentConfig, name: str, where: str) -> None:
+    """Raise UserError for personal models of a strategy that the rest of the scenario does not allow."""
+    part = config.personal_of(name)
+    if part.name == "none":
+        return
+    if ":" in part.name:
+        raise UserError(
+            f"{where}: personal.name: '{part.name}' names code by its import path, which clients do not run "
+            f"on a server's word: install it as a package with an entry point 'fedplat.personal'"
+        )
+    if not config.partition.own_test:
+        raise UserError(
+            f"{where}: personal.name: models of the clients' own are measured on samples that clients hold "
+            f"out; give partition.own_test, such as 0.3"
+        )
+    submodels = config.submodels_of(name).name
+    if part.build().whole_models and submodels != "full":
+        raise UserError(
+            f"{where}: personal '{part.name}' (strategy '{name}') is for whole models, and submodels "
+            f"'{submodels}' sends parts; use submodels 'full', or personal 'fine-tuning'"
+        )
+    if part.name != "fedper":
+        return
+    for there, key in (
+        (config.topology_of(name).name == "edges", "topology 'edges'"),
+        (config.privacy.mode == "central", "privacy.mode = 'central'"),
+        (config.aggregation.secure_groups, "aggregation.secure_groups"),
+    ):
+        if there:
+            raise UserError(
+                f"{where}: personal 'fedper' (strategy '{name}') sends the shared layers alone, which {key} "
+                f"cannot do; use 'ditto' or 'fine-tuning', or leave one of them out"
+            )

@@ -17,9 +17,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from . import models, registry
-from .arrays import FlatArrays, Layout
-from .clients.attacks import Attack, Scene, Schedule, Wanted, choose_attackers
-from .clients.attacks.collusion import Collusion
+from .arrays import FlatArrays
+from .attack_setup import attacks_in, attacks_of
+from .clients.attacks import Attack
 from .clients.collusion_grid import CollusionGrid
 from .clients.stacked.execution import Execution, known_execution, measured_execution
 from .clients.task import ClientTask
@@ -27,6 +27,7 @@ from .compression import CompressionGrid, Compressor
 from .config import ExperimentConfig
 from .datasets.base import Dataset, Source
 from .datasets.cache import default_cache
+from .datasets.fedp3_partitions import pooled
 from .datasets.labels import Labels, class_counts
 from .datasets.partition import partition
 from .emulation.grid import EmulatedGrid
@@ -38,9 +39,11 @@ from .errors import UserError
 from .evaluation import evaluation_of
 from .hierarchy_setup import Hierarchy, build_hierarchy
 from .models.flat import FlatModel
+from .models.pretraining import check_split
+from .personal_setup import OwnModels, evaluation_with_own_tests, least_upload, split_own_tests
 from .protection import colluders_signature
 from .results.folder import RunFolder, StrategyLog
-from .round_records import add_devices, add_edges, client_records, round_record
+from .round_records import add_devices, add_edges, add_own_tests, client_records, round_record
 from .rounds import EvaluateFn, Round, rounds
 from .security.privacy import BudgetSpent
 from .strategies.composed import FederatedStrategy
@@ -149,6 +152,7 @@ def run_strategy(
 ) -> None:
     """Run one strategy to the end, from its checkpoint if there is one; with edges it is the cloud's."""
     config, arrays, done = situation.config, situation.initial, -1
+    own = OwnModels(config, name, situation.task.attacks)
     with engine.clients(situation, name) as clients:
         attacks = {
             node: attack for node, c in clients.numbers.items() if (attack := situation.task.attacks.get(c))
@@ -185,7 +189,7 @@ def run_strategy(
                 arrays,
                 config.rounds,
                 timeout=config.timeout,
-                train_config=clients.told,
+                train_config=own.told(clients),
                 evaluate_config=clients.told,
                 evaluate_fn=evaluation_with_parts(
                     situation.evaluate_fn,
@@ -197,9 +201,11 @@ def run_strategy(
             )
         ):
             arrays = current.arrays
+            measured = own.measured(clients, current)
             rows = client_records(current, strategy, situation.task.attacks, edges)
             malicious = sum(is_malicious(attack.kind) for attack in situation.task.attacks.values())
             record = round_record(current, rows, strategy, malicious)
+            add_own_tests(record, rows, measured)
             if emulated:
                 add_devices(record, rows, emulated)
             edge_rows = []
@@ -247,7 +253,7 @@ def emulated_grid(
         policy,
         clients=clients,
         work_of=TaskWork(situation.task, overhead),
-        least_up=lambda record: compressor.least_bytes(Layout.of_record(record)),
+        least_up=least_upload(compressor, situation.task),
         links=hierarchy.links if hierarchy else None,
         budget_at=hierarchy.budget_at if hierarchy else None,
     )
@@ -269,6 +275,8 @@ def load_data(config: ExperimentConfig) -> tuple[Dataset, list[np.ndarray]]:
     root = config.data.root or (Path(os.environ["FEDPLAT_DATA"]) if os.environ.get("FEDPLAT_DATA") else None)
     source = Source(root, default_cache(), config.data.download, config.seed)
     dataset: Dataset = config.data.build(source)
+    if config.partition.pool:
+        dataset = pooled(dataset)
     parts = partition(
         config.partition.name,
         Labels.of(dataset),
@@ -282,7 +290,9 @@ def load_data(config: ExperimentConfig) -> tuple[Dataset, list[np.ndarray]]:
 def build_task(config: ExperimentConfig, device: str, *, keep_samples: bool = True) -> ClientTask:
     """Load and spread the data and choose the attackers: all that clients need to know."""
     dataset, parts = load_data(config)
-    attacks = attacks_of(config, dataset, parts)
+    check_split(config.model.settings(), config.data.name, config.data.settings())
+    dataset, train, held_out = split_own_tests(config, dataset, parts)
+    attacks = attacks_of(config, dataset, len(train), counts_of(dataset, train))
     builder = registry.find("models", config.model.name).load()
     build_model = functools.partial(
         models.build,
@@ -293,7 +303,7 @@ def build_task(config: ExperimentConfig, device: str, *, keep_samples: bool = Tr
         **config.model.settings(),
     )
     return ClientTask(
-        dataset, parts, build_model, config.training, config.seed, attacks, device, keep_samples
+        dataset, train, build_model, config.training, config.seed, attacks, device, keep_samples, held_out
     )
 
 
@@ -312,6 +322,7 @@ def build_situation(config: ExperimentConfig, device: str) -> Situation:
         every=config.evaluation.every,
         last=config.rounds,
     )
+    evaluate_fn = evaluation_with_own_tests(evaluate_fn, model, task, config.evaluation.batch_size)
     devices = devices_of(config, len(task.parts), lambda: counts_of(task.dataset, task.parts))
     placed = enumerate(attacks_in(config, task.dataset)) if config.attacks else ()
     by_edges = [(index, attack) for index, attack in placed if config.attacks[index].edges is not None]
@@ -335,38 +346,6 @@ def execution_for(task: ClientTask, folder: RunFolder, group_size: int | None) -
                 f"their last digits; go on with that, or give another folder with --out"
             )
     return chosen or measured_execution(*common, task.device, default_cache())
-
-
-def attacks_of(config: ExperimentConfig, dataset: Dataset, parts: Sequence[np.ndarray]) -> dict[int, Attack]:
-    """Return how each attacking client behaves, by partition."""
-    own = [(index, part) for index, part in enumerate(config.attacks) if part.edges is None]
-    requests = [Wanted(a.fraction, a.count, a.clients, a.richest_in) for _, a in own]
-    chosen = choose_attackers(len(parts), requests, config.seed, counts_of(dataset, parts))
-    placed = attacks_in(config, dataset)
-    found: dict[int, Attack] = {}
-    for (index, part), ids in zip(own, chosen, strict=True):
-        if isinstance(placed[index], Collusion) and config.aggregation.secure_groups:
-            raise UserError(
-                f"attacks.{index}: '{part.name}' is made from what honest clients sent, which "
-                f"aggregation.secure_groups hides from everyone; leave one of them out"
-            )
-        found |= dict.fromkeys(ids, placed[index])
-    return found
-
-
-def attacks_in(config: ExperimentConfig, dataset: Dataset) -> list[Attack]:
-    """Return the attacks of a scenario, which know the run and have a label, whoever carries them out."""
-    scale = dataset.mean or (0.0,), dataset.std or (1.0,)
-    scene = Scene(config.seed, dataset.num_classes, *scale, dataset.sample_shape)
-    names = [part.name for part in config.attacks]
-    found = []
-    for index, part in enumerate(config.attacks):
-        attack: Attack = part.build()
-        label = (
-            part.name if names.count(part.name) == 1 else f"{part.name}-{names[:index].count(part.name) + 1}"
-        )
-        found.append(attack.placed(scene, Schedule(part.start, part.on, part.off), label))
-    return found
 
 
 def counts_of(dataset: Dataset, parts: Sequence[np.ndarray]) -> np.ndarray | None:

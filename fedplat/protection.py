@@ -10,6 +10,7 @@ from flwr.clientapp.typing import Mod
 from flwr.serverapp.strategy import Strategy
 
 from .clients.mods.compression import CompressionMod
+from .clients.mods.fedp3 import FedP3Mod
 from .clients.mods.memory_cap import MemoryCapMod
 from .clients.mods.privacy import LocalPrivacyMod
 from .clients.mods.secure_aggregation import SecureAggregationMod
@@ -53,6 +54,8 @@ def client_mods(
         outer.append(SecureAggregationMod(least_members=least_members))
     if config.compression.name != "none":
         outer = [CompressionMod(config.compression.build(), config.seed, within=outer)]
+    # Of a client's whole model a part is sent, which is what is signed and compressed.
+    outer.append(FedP3Mod(noise_seed=config.seed if simulation else None))
     return inner, outer
 
 

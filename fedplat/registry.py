@@ -63,6 +63,7 @@ SINGULAR = {
     "availability": "availability",
     "compressors": "compressor",
     "submodels": "sub-model scheme",
+    "personal": "kind of personal models",
     "topologies": "topology",
     "worlds": "world",
     "associations": "association",

@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import Strategy
 from .clients.attacks import Attack
 from .emulation.grid import EmulatedGrid
 from .evaluation import PART, SUCCESS
+from .personal_metrics import AFTER, over_clients, own_test_figures
 from .results.detection import detection
 from .rounds import Round
 from .strategies.hierarchy import FIRST_EDGE_ID, EdgeGrid
@@ -48,6 +49,7 @@ def client_records(
             **_truth(attacks.get(report.client)),
             **({} if report.submodel == "full" else {"submodel": report.submodel}),
             **({} if edges is None else {"edge": edge_of[report.node_id]}),
+            **({"own_test_after": report.metrics[AFTER]} if AFTER in report.metrics else {}),
             **report.scores,
         }
         for report in sorted(reports, key=lambda report: report.client)
@@ -97,6 +99,7 @@ def round_record(
         "success": {k.removeprefix(SUCCESS): v for k, v in metrics.items() if k.startswith(SUCCESS)},
     }
     parts = {k.removeprefix(PART): v for k, v in metrics.items() if k.startswith(PART)}
+    own_tests = own_test_figures(metrics)
     return {
         "round": current.number,
         "accuracy": metrics.get("accuracy"),
@@ -105,16 +108,38 @@ def round_record(
         "attack": attack if attackers else {},
         "detection": detection(clients) if clients else {},
         "diagnostics": dict(diagnostics_of(strategy)),
-        "train": dict(current.train_metrics or {}),
+        "train": {key: value for key, value in (current.train_metrics or {}).items() if key != AFTER},
         **{
             status: sum(row["status"] == status for row in clients)
             for status in ("accepted", "refused", "failed")
         },
         **({"submodels": parts} if parts else {}),
+        **({"own_tests": own_tests} if own_tests else {}),
         "bytes_down": current.bytes_down,
         "bytes_up": current.bytes_up,
         "seconds": current.seconds,
     }
+
+
+def add_own_tests(
+    record: dict[str, Any], clients: list[dict[str, Any]], measured: Mapping[int, tuple[float, bool]]
+) -> None:
+    """Add to a round that was evaluated how good the clients' own models are for them: mean, worst, spread.
+
+    ``measured`` has, by client, the accuracy of its own model and whether it counts, which a malicious one
+    does not; without it, it is what clients said in their replies about the models that they had trained.
+    """
+    if record["accuracy"] is None:
+        return
+    for row in clients:
+        if row["client"] in measured:
+            row["own_test_after"] = measured[row["client"]][0]
+    told = [
+        (row["own_test_after"], not is_malicious(row["truth"])) for row in clients if "own_test_after" in row
+    ]
+    figures = over_clients(value for value, counts in list(measured.values()) or told if counts)
+    if figures:
+        record["own_tests_after"] = figures
 
 
 def add_devices(record: dict[str, Any], clients: list[dict[str, Any]], grid: EmulatedGrid) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from flwr.serverapp.strategy import Strategy
@@ -13,6 +14,7 @@ from .config_parts import EdgeConfig, StrategyConfig
 from .emulation.schedule import DeviceSchedule
 from .engines import Engine
 from .errors import UserError
+from .personal_setup import personal_scheme
 from .protection import protected
 from .root_training import root_training
 from .security.validation import ReplyRules
@@ -39,7 +41,9 @@ def build_strategy(config: ExperimentConfig, name: str, situation: Situation, en
         if isinstance(cloud, FederatedStrategy):
             cloud.aggregator.check(edges)
         return cloud
-    scheme = scheme_for(config, name, situation)
+    scheme = personal_scheme(config, name, situation.task) or scheme_for(
+        config, name, _for_server(situation) if config.submodels_of(name).public_samples else situation
+    )
     slower = config.topology_of(name).settings().get("cloud_slower", 1.0)
     schedule = situation.devices.straight_to_cloud(slower) if situation.devices else None
     strategy = strategy_of(
@@ -92,7 +96,7 @@ def strategy_of(
         return cast(Strategy, target(**settings))
     # Data of the server's own are no setting: they are handed to the strategies that ask for them.
     if issubclass(target, FLTrust):
-        settings["root"] = root_training(situation.task, settings["root_samples"])
+        settings["root"] = root_training(situation.task.for_server(), settings["root_samples"])
     strategy: FederatedStrategy = cast(Any, target)(
         **settings,
         selector=selector,
@@ -105,5 +109,10 @@ def strategy_of(
         **waits,
     )
     if isinstance(strategy, LearnedWeights | ServerAlone):
-        strategy.bind(context_of(config, config.submodels_of(name), situation))
+        strategy.bind(context_of(config, config.submodels_of(name), _for_server(situation)))
     return strategy
+
+
+def _for_server(situation: Situation) -> Situation:
+    """Return a situation whose training set lacks what clients hold out: what a server draws its own from."""
+    return replace(situation, task=situation.task.for_server())

@@ -32,6 +32,7 @@ _IN_A_SCENARIO = {
     "availability": '[availability], name = "{name}"',
     "compressors": '[compression], name = "{name}"',
     "submodels": '[submodels] or [strategy.STRATEGY.submodels], name = "{name}"',
+    "personal": '[personal] or [strategy.STRATEGY.personal], name = "{name}"',
     "topologies": '[topology] or [strategy.STRATEGY.topology], name = "{name}"',
     "worlds": '[world], name = "{name}"',
     "associations": '[topology], association = "{name}" or {{ name = "{name}", ... }}',

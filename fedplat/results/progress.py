@@ -72,6 +72,8 @@ class Track:
     accuracy: float | None = None
     loss: float | None = None
     simulated: float | None = None
+    own_tests: float | None = None
+    own_models: float | None = None
     started: float | None = None
     last_round: float = 0.0
     seconds: float | None = None
@@ -95,6 +97,10 @@ class Track:
         """Take over the figures of a round; those of a round without an evaluation leave the last ones be."""
         if record.get("accuracy") is not None:
             self.accuracy, self.loss = finite(record["accuracy"]), finite(record.get("loss"))
+        if "own_tests" in record:
+            self.own_tests = finite(record["own_tests"]["mean"])
+        if "own_tests_after" in record:
+            self.own_models = finite(record["own_tests_after"]["mean"])
         if record.get("simulated"):
             self.simulated = (self.simulated or 0.0) + (finite(record["simulated"]["seconds"]) or 0.0)
 
@@ -125,6 +131,11 @@ class Track:
         diverged = self.loss is None and self.accuracy is not None
         loss = "nan" if diverged else NOTHING if self.loss is None else f"{self.loss:.3g}"
         return accuracy, loss
+
+    def own_accuracy(self) -> str:
+        """Return how good the global model and the clients' own are for them; "" without own tests."""
+        named = (("own tests", self.own_tests), ("own models", self.own_models))
+        return ", ".join(f"{name} {100 * value:.1f} %" for name, value in named if value is not None)
 
     def simulated_time(self) -> str:
         """Return how long the rounds so far would have taken on the emulated devices, "" without any."""
@@ -177,7 +188,7 @@ class Lines(Display):
         accuracy, loss = track.figures()
         left = track.time() if track.done < track.total else ""
         line = f"{strategy}: round {track.done}/{track.total}, accuracy {accuracy}, loss {loss}"
-        self._print(", ".join(filter(None, [line, track.simulated_time(), left])))
+        self._print(", ".join(filter(None, [line, track.own_accuracy(), track.simulated_time(), left])))
 
     def end(self, strategy: str) -> None:
         """Note the end."""
@@ -253,7 +264,8 @@ class Bars(Display):
         table = Table.grid(padding=(0, 2, 0, 0), expand=False)
         wide = self._console.width >= 100
         simulated = wide and any(track.simulated is not None for track in self._tracks.values())
-        for place in range(7 if simulated else 6):
+        own = wide and any(track.own_accuracy() for track in self._tracks.values())
+        for place in range(6 + simulated + own):
             table.add_column(justify="left" if place < 2 else "right", no_wrap=True)
         for track in self._tracks.values():
             accuracy, loss = track.figures()
@@ -264,6 +276,7 @@ class Bars(Display):
                 f"round {track.done}/{track.total}" if wide else f"{track.done}/{track.total}",
                 "waits" if waiting else f"accuracy {accuracy}" if wide else accuracy,
                 "" if waiting else f"loss {loss}",
+                *([track.own_accuracy()] if own else []),
                 *([track.simulated_time()] if simulated else []),
                 track.time(),
             )

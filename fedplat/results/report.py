@@ -90,6 +90,11 @@ def situation(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         "Model": named_part("models", config["model"]) + _parameters(environment),
         "Local training": settings_text(config["training"]),
         **({"Execution": execution["summary"]} if (execution := environment.get("execution")) else {}),
+        **(
+            {"Models of the clients' own": named_part("personal", config["personal"])}
+            if config.get("personal")
+            else {}
+        ),
         "Who takes part": named_part("selectors", config["selection"]),
     }
     said |= devices_said(config)

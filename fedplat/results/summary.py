@@ -95,7 +95,9 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
     chosen by looking at the test set, so it is no estimate of what the strategy reaches. ``attackers_weight``
     is the mean over the rounds of the share of the new model that came from attackers, ``attack_success`` the
     rate of each attack at the last evaluation, ``detection`` see :func:`_detection`, ``epsilon`` the privacy
-    spent by the end. ``simulated`` see :func:`~fedplat.results.simulated.simulated_summary`.
+    spent by the end. ``own_tests`` and ``own_tests_after`` are means, worst tenths and spreads over the
+    clients at the last evaluation, {} without own tests. ``simulated`` see
+    :func:`~fedplat.results.simulated.simulated_summary`.
     """
     trained = [record for record in records if record["round"] > 0]
     evaluated = [record for record in records if record.get("accuracy") is not None]
@@ -124,6 +126,8 @@ def strategy_summary(records: Sequence[Record], classes: Sequence[str] = ()) -> 
             name: finite(rate) for name, rate in (last.get("attack") or {}).get("success", {}).items()
         },
         "detection": _detection(trained),
+        "own_tests": {key: finite(value) for key, value in (last.get("own_tests") or {}).items()},
+        "own_tests_after": {key: finite(value) for key, value in (last.get("own_tests_after") or {}).items()},
         "epsilon": next((e for e in map(_epsilon, reversed(trained)) if e is not None), None),
         "refused": sum(record["refused"] for record in trained),
         "failed": sum(record["failed"] for record in trained),

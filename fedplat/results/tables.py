@@ -97,6 +97,10 @@ def _to_target(key: str) -> Callable[[Row], float | None]:
     return lambda row: ((row.get("simulated") or {}).get("to_target") or {}).get(key)
 
 
+def _own(when: str, key: str) -> Callable[[Row], float | None]:
+    return lambda row: (row.get(when) or {}).get(key)
+
+
 def _edges(key: str) -> Callable[[Row], float | None]:
     return lambda row: (row.get("edges") or {}).get(key)
 
@@ -118,6 +122,12 @@ COLUMNS = (
     Column("first_round_all_out", "first round all out", _found("first_all_out"), digits=0),
     Column("all_out_since", "all out since round", _found("all_out_since"), digits=0),
     Column("epsilon", "epsilon", lambda row: row.get("epsilon"), rank=2),
+    Column("own_tests", "own tests %", _own("own_tests", "mean"), 100, rank=2),
+    Column("own_tests_worst", "own tests, worst 10 %", _own("own_tests", "worst-10"), 100, rank=6),
+    Column("own_tests_spread", "own tests, spread", _own("own_tests", "spread"), 100, rank=9),
+    Column("own_models", "own models %", _own("own_tests_after", "mean"), 100, rank=2),
+    Column("own_models_worst", "own models, worst 10 %", _own("own_tests_after", "worst-10"), 100, rank=3),
+    Column("own_models_spread", "own models, spread", _own("own_tests_after", "spread"), 100, rank=8),
     Column(
         "replies_left_out", "replies refused", lambda row: row["refused"] + row["failed"], digits=0, rank=10
     ),
@@ -176,6 +186,15 @@ EDGES_EXPLANATION = (
 )
 
 
+OWN_TESTS_EXPLANATION = (
+    "Own tests are the accuracy of the global model on the samples that each client holds out: the mean over "
+    "the clients that do not attack, the mean of the worst tenth of them, and the standard deviation in "
+    "points. Own models are the same of what each client has for itself: the model that its strategy makes "
+    "its own or, where there is none, the one that it had just after its local training, of the clients that "
+    "took part in the round."
+)
+
+
 def shown_columns(summary: Row) -> list[Column]:
     """Return the columns that hold a figure for at least one strategy, in their order."""
     rows = list(summary["strategies"].values())
@@ -223,6 +242,8 @@ def explanation(summary: Row) -> str:
     if any(row.get("simulated") for row in rows):
         targets = ", ".join(f"{100 * target:.3g}" for target in TARGETS)
         said.append(DEVICES_EXPLANATION.format(targets=targets))
+    if any(row.get("own_tests") or row.get("own_tests_after") for row in rows):
+        said.append(OWN_TESTS_EXPLANATION)
     if any(row.get("edges") for row in rows):
         said.append(EDGES_EXPLANATION)
     return " ".join(said)
