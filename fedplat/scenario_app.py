@@ -76,8 +76,8 @@ class ScenarioApp(ClientApp):
     ``local-privacy`` and ``signed-updates``; ``least-members`` (2) how many updates a sum must have that its
     own goes into.
 
-    A node whose config has ``edge-bridge`` is an edge: the server of the edge answers in place of this app, see
-    :mod:`fedplat.deployment.edge_client`.
+    A node whose config has ``edge-bridge`` is an edge: the edge's own server answers in place of this app,
+    see :mod:`fedplat.deployment.edge_client`.
 
     In a ``simulation`` of one's own, where clients have nothing to hide, code may be named by its path, keys
     and privacy noise come from the run's seed, and prepared samples are kept from round to round.

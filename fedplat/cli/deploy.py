@@ -61,17 +61,48 @@ def init(
     first_node_port: Annotated[
         int, typer.Option("--first-node-port", help="The first SuperNode's own local port; others follow.")
     ] = 9094,
+    edges: Annotated[
+        int,
+        typer.Option(
+            "--edges", min=0, help="Edge servers between clients and SuperLink.", show_default="none"
+        ),
+    ] = 0,
+    edge_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--edge-host",
+            metavar="NAME-OR-IP",
+            help="What each edge's SuperLink is reached under: once for each edge.",
+            show_default="localhost",
+        ),
+    ] = None,
 ) -> None:
     """Make DIR with one folder per machine: keys, certificates, settings and start scripts.
 
-    Nothing is ever overwritten.
+    With --edges, clients are dealt out among edges, each with a SuperLink of its own. Nothing is ever
+    overwritten.
     """
     from ..deployment.plan import GUIDE, create
+    from ..deployment.plan_edges import create_with_edges
 
-    made = create(
-        folder, host or (), supernodes=supernodes, port=port, first_node_port=first_node_port, days=days
-    )
-    typer.echo((made.folder / GUIDE).read_text(), nl=False)
+    if edge_host and not edges:
+        raise UserError("--edge-host needs --edges, the number of edges")
+    if edges:
+        create_with_edges(
+            folder,
+            host or (),
+            edges=edges,
+            edge_hosts=edge_host or (),
+            supernodes=supernodes,
+            port=port,
+            first_node_port=first_node_port,
+            days=days,
+        )
+    else:
+        create(
+            folder, host or (), supernodes=supernodes, port=port, first_node_port=first_node_port, days=days
+        )
+    typer.echo((folder / GUIDE).read_text(), nl=False)
 
 
 @app.command("add-supernode")

@@ -12,6 +12,7 @@ from cryptography import x509
 
 from ..errors import UserError
 from .certificates import is_signed_by, names_of, read_certificate, refusal_of
+from .edge_bridge import SECRET
 from .keys import (
     fingerprint,
     read_node_key,
@@ -21,7 +22,7 @@ from .keys import (
     read_signing_public,
     stray_private_keys,
 )
-from .plan import Federation, is_loopback
+from .plan import BRIDGE, Federation, is_loopback
 from .settings import FILE, read_port, read_settings, split_address
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -48,22 +49,30 @@ def check(folder: Path, hosts: Sequence[str] = ()) -> list[Finding]:
     """
     folder = Path(folder)
     if (folder / FILE).is_file() or (folder / "ca.key").is_file():
-        places = [folder]
-        made = Federation(folder.parent)
+        looks, edges = [_Look(Federation(folder.parent), [folder])], [folder]
     else:
-        made = Federation(folder)
-        places = [made.authority, made.superlink, made.operator, *sorted(folder.glob("supernode-*"))]
-        places = [place for place in places if place.is_dir()]
-    look = _Look(made, places)
-    if not places:
-        raise UserError(
-            f"{folder}: neither a federation nor one of its machines is here. "
-            f"To make one: fedplat deploy init {folder}"
-        )
-    for place in places:
-        look.machine(place, hosts)
-    look.across()
-    return look.findings
+        looks, edges = [_Look(Federation(folder), _places(folder))], Federation(folder).edges
+        if not looks[0].places:
+            raise UserError(
+                f"{folder}: neither a federation nor one of its machines is here. "
+                f"To make one: fedplat deploy init {folder}"
+            )
+    # An edge has a federation of its own inside.
+    looks += [_Look(Federation(edge), _places(edge)) for edge in edges if (edge / BRIDGE).is_dir()]
+    findings: list[Finding] = []
+    for look in looks:
+        for place in look.places:
+            look.machine(place, hosts if look is looks[0] else ())
+        look.across()
+        findings += look.findings
+    return findings
+
+
+def _places(folder: Path) -> list[Path]:
+    """Return the machines of a federation that are here."""
+    made, numbered = Federation(folder), [*folder.glob("supernode-*"), *folder.glob("edge-*")]
+    places = [made.authority, made.superlink, made.operator, *sorted(numbered)]
+    return [place for place in places if place.is_dir()]
 
 
 def worst(findings: Iterable[Finding]) -> str:
@@ -99,7 +108,7 @@ class _Look:
             about, keys = self._operator(place), []
         else:
             about, keys = self._supernode(place), ["key", "signing.pem"]
-        for name in keys:
+        for name in (*keys, f"{BRIDGE}/{SECRET}"):
             self._mode(place / name)
         for path in stray_private_keys(place, keys):
             if path.name.startswith("superlink.key.until-"):

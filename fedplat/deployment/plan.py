@@ -6,6 +6,8 @@
     supernode-0/    ca.crt, key, key.pub, signing.pem, signing.pub, settings.env, start.sh
     operator/       ca.crt, supernode-keys/*.pub, flwr-home/config.toml, settings.env, *.sh
     ca/             ca.crt, ca.key
+
+A federation with edges is one whose SuperNodes are edges; see :mod:`.plan_edges`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from .keys import (
 from .settings import FILE, join_address, port_number, read_settings, settings_text
 
 GUIDE = "commands.txt"
+BRIDGE = "bridge"
 _MOST_NODES = 10_000
 
 
@@ -70,9 +73,27 @@ class Federation:
 
     @property
     def supernodes(self) -> list[Path]:
-        """The folders of the SuperNodes that are here, in the order of their numbers."""
-        found = [path.parent for path in self.folder.glob(f"supernode-*/{FILE}")]
+        """The folders of the SuperNodes that are here, in the order of their numbers; edges come first."""
+        return [*self.edges, *self._numbered("supernode")]
+
+    @property
+    def edges(self) -> list[Path]:
+        """The folders of the edges that are here: SuperNodes, with a federation of their own inside."""
+        return self._numbered("edge")
+
+    def _numbered(self, kind: str) -> list[Path]:
+        found = [path.parent for path in self.folder.glob(f"{kind}-*/{FILE}")]
         return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A SuperNode to be made: its name, its partition, of how many, and what else its ClientApp is told."""
+
+    name: str
+    partition: int
+    of: int
+    node_config: str = ""
 
 
 def create(
@@ -83,9 +104,12 @@ def create(
     port: int = 8000,
     first_node_port: int = 9094,
     days: int = 365,
+    places: Sequence[Place] | None = None,
+    guide: bool = True,
 ) -> Federation:
     """Make authority, certificate, keys, settings and scripts of a new federation below ``folder``.
 
+    Its clients are ``places``, by default so many ``supernodes``; the ``guide`` tells how to start them.
     ``hosts`` are the names under which clients reach the SuperLink, the first is the one they are told; the
     loopback's names are always added. Raises UserError, before anything is written, for a name, number or
     port that cannot be, and if any of the files exists.
@@ -93,9 +117,12 @@ def create(
     names = all_hosts(hosts)
     if days < 1:
         raise UserError(f"--days {days}: expected at least 1")
-    _check_ports(supernodes, port, first_node_port)
+    if places is None:
+        places = [Place(f"supernode-{number}", number, supernodes) for number in range(supernodes)]
+    _check_ports(len(places), port, first_node_port)
     made = Federation(folder)
-    for path in (made.superlink, made.operator, made.authority, folder / GUIDE, *folder.glob("supernode-*")):
+    there = [*folder.glob("supernode-*"), *(folder / place.name for place in places)]
+    for path in (made.superlink, made.operator, made.authority, folder / GUIDE, *there):
         if path.exists():
             found = next((file for file in sorted(path.rglob("*")) if file.is_file()), path)
             raise UserError(
@@ -115,36 +142,45 @@ def create(
     write_new(made.superlink / "superlink.key", pem_private(server_key), PRIVATE)
     write_new(made.superlink / "superlink.crt", pem(server), PUBLIC)
     _make_operator(made.operator, address)
-    for place in (made.superlink, made.operator):
-        write_new(place / "ca.crt", certificate, PUBLIC)
-    for number in range(supernodes):
-        _make_supernode(made, number, supernodes, first_node_port + number, address, certificate)
-    guide = scripts.guide(address, [path.name for path in made.supernodes])
-    write_new(folder / GUIDE, guide.encode(), PUBLIC)
+    for machine in (made.superlink, made.operator):
+        write_new(machine / "ca.crt", certificate, PUBLIC)
+    for number, place in enumerate(places):
+        _make_supernode(made, place, first_node_port + number, address, certificate)
+    if guide:
+        text = scripts.guide(address, [place.name for place in places])
+        write_new(folder / GUIDE, text.encode(), PUBLIC)
     return made
 
 
 def add_supernodes(folder: Path, count: int = 1, *, first_node_port: int | None = None) -> list[Path]:
     """Make the folders of more SuperNodes of a federation and return them; no existing file is touched.
 
-    They get the next numbers. The SuperNodes made before keep the number of partitions they were told.
-    Raises UserError where the operator's or the SuperLink's folder is not here.
+    They get the next numbers; in an edge, the next that no client of an edge beside it has. The SuperNodes
+    made before keep the number of partitions they were told. Raises UserError where the operator's or the
+    SuperLink's folder is not here, and for a cloud, whose SuperNodes are edges.
     """
     made = Federation(folder)
+    if made.edges:
+        raise UserError(f"{folder} has edges: name the one that is to have more clients, as {made.edges[0]}")
+    beside = [made]
+    if (made.folder / BRIDGE).is_dir():
+        beside = [Federation(edge) for edge in Federation(made.folder.absolute().parent).edges]
     address = read_settings(made.operator, "SUPERLINK")["SUPERLINK"]
     superlink_port = port_number(read_settings(made.superlink, "PORT")["PORT"], str(made.superlink / FILE))
-    numbers = [_number(path.stem) for path in (made.operator / "supernode-keys").glob("supernode-*.pub")]
-    numbers += [_number(path.name) for path in made.supernodes]
-    first = max(numbers, default=-1) + 1
-    used = [int(read_settings(path, "PORT")["PORT"]) for path in made.supernodes]
+    registered = [
+        path for one in beside for path in (one.operator / "supernode-keys").glob("supernode-*.pub")
+    ]
+    there = [path for one in beside for path in one.supernodes]
+    first = max((_number(path.name.removesuffix(".pub")) for path in [*registered, *there]), default=-1) + 1
+    used = [int(read_settings(path, "PORT")["PORT"]) for path in there]
     if first_node_port is None:
         first_node_port = max(used, default=9093 + first) + 1
     _check_ports(count, superlink_port, first_node_port)
     certificate = pem(read_certificate(made.operator / "ca.crt"))
     numbers = list(range(first, first + count))
     for number in numbers:
-        port = first_node_port + number - first
-        _make_supernode(made, number, first + count, port, address, certificate)
+        place = Place(f"supernode-{number}", number, first + count)
+        _make_supernode(made, place, first_node_port + number - first, address, certificate)
     return [made.folder / f"supernode-{number}" for number in numbers]
 
 
@@ -196,11 +232,8 @@ def _make_operator(folder: Path, address: str) -> None:
         write_new(folder / f"{name}.sh", text.encode(), EXECUTABLE)
 
 
-def _make_supernode(
-    made: Federation, number: int, of: int, port: int, address: str, certificate: bytes
-) -> None:
-    name = f"supernode-{number}"
-    folder = made.folder / name
+def _make_supernode(made: Federation, place: Place, port: int, address: str, certificate: bytes) -> None:
+    name, folder = place.name, made.folder / place.name
     for part in ("", "work", "flwr-home"):
         make_folder(folder / part)
     key, signing = make_node_key(), make_signing_key()
@@ -211,9 +244,9 @@ def _make_supernode(
         "NAME": name,
         "SUPERLINK": address,
         "PORT": port,
-        "PARTITION": number,
-        "PARTITIONS": of,
-        "NODE_CONFIG": "",
+        "PARTITION": place.partition,
+        "PARTITIONS": place.of,
+        "NODE_CONFIG": place.node_config,
     }
     about = (
         "A SuperNode: where the SuperLink is, a port of its own on this machine, which part of the data it "

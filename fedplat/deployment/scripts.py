@@ -120,6 +120,16 @@ case $answer in
 esac
 """
 
+SERVE = """\
+#!/bin/sh
+# Starts the edge's own server on the edge's SuperLink, and follows its log; it runs until that is stopped.
+# Usage: ./serve.sh ['KEY=VALUE ...' of the run config], such as 'min-nodes=2 data-root="/data"'
+set -eu
+here=$(cd "$(dirname "$0")" && pwd -P)
+# The scenario comes with the cloud's messages; paths are seen from superlink/work, where the server runs.
+exec "$here/run.sh" - - "tier=\\"edge\\" bridge=\\"../../bridge\\" signing-keys=\\"../signing-keys\\" ${1-}"
+"""
+
 
 def connection_text(address: str, certificate: PurePath) -> bytes:
     """Return Flower's ``config.toml`` with one connection, the default."""
@@ -175,4 +185,39 @@ firewall or a private network admit the machines of the federation only.
 
 On every machine, before the first start and when something is refused:
     fedplat deploy check FOLDER
+"""
+
+
+def guide_with_edges(address: str, clients: Sequence[Sequence[str]]) -> str:
+    """Return the commands of a federation whose edges have these clients, in their order."""
+    nodes = "\n".join(
+        f"    edge-{edge}/{name}/start.sh" for edge, names in enumerate(clients) for name in names
+    )
+    count = sum(map(len, clients))
+    return f"""\
+A cloud at {address} with {len(clients)} edges, which have {count} SuperNodes
+
+Each edge-N/ is a SuperNode of the cloud's with a federation of its own inside. The folders of its clients,
+edge-N/supernode-*, go to their machines; the rest of edge-N/ goes to the edge's machine, except edge-N/ca,
+which is kept offline, as ca/ is. fedplat must be installed on every machine, and its environment active.
+
+1. On the cloud's machine, and once on its operator's:
+    superlink/start.sh
+    operator/register.sh
+
+2. On each edge's machine, side by side; register.sh once:
+    edge-0/superlink/start.sh
+    edge-0/operator/register.sh
+    edge-0/operator/serve.sh
+    edge-0/start.sh
+
+3. On each client:
+{nodes}
+
+4. On the cloud's operator's, once all are online (operator/flwr.sh supernode ls):
+    operator/run.sh SCENARIO STRATEGY 'tier="cloud" overrides="topology.name=edges \
+topology.edges={len(clients)} partition.clients={count}"'
+
+The file edge-N/bridge/secret is private to the edge's machine: with it, a program of that machine can speak
+for the edge.
 """

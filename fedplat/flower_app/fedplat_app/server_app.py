@@ -1,5 +1,5 @@
 """The server's side of a scenario."""
 
-from fedplat.serving import app
+from fedplat.deployment.tiers import app
 
 __all__ = ["app"]
