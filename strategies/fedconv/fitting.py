@@ -173,7 +173,8 @@ def beats(logits: Logits, values: Tensor, others: Tensor, data: PublicSplit, sur
     ``surely`` means by two standard errors of the paired difference of the samples' losses. Finite losses
     beat those that are not.
     """
-    return _less(*(_each_loss(logits, each, data) for each in (values, others)), 2.0 if surely else 0.0)
+    mine, theirs = (_each_loss(logits, each, data) for each in (values, others))
+    return _less(mine, theirs, 2.0 if surely else 0.0)
 
 
 def _less(one: Tensor, other: Tensor, errors: float) -> Tensor:

@@ -45,7 +45,10 @@ def test_help_imports_nothing_slow() -> None:
         ),
         (["federation", "--clients", "1"], "one number of clients, from 2 to 20; found 1"),
         (["federation", "--keep", "."], ". exists already; give a folder that does not"),
-        (["signing", "--only", "mean"], "--only belongs to engines, aggregators, scale, federation, hierarchy, leakage"),
+        (
+            ["signing", "--only", "mean"],
+            "--only belongs to engines, aggregators, scale, federation, hierarchy, leakage",
+        ),
         (["signing", "--megabytes", "small"], "--megabytes: expected numbers from 1 on"),
         (["scale", "--minutes", "2"], "--minutes belongs to federation, not to scale"),
         (["secure-aggregation", "--models", "mlb"], "unknown model 'mlb': did you mean 'mlp'?"),
