@@ -65,7 +65,7 @@ def test_list_of_a_kind_lists_only_that(capsys: pytest.CaptureFixture[str]) -> N
     [
         (
             ["list", "attack"],
-            "unknown kind 'attack': did you mean 'attacks'? Allowed: attacks, availability, compressors, d",
+            "unknown kind 'attack': did you mean 'attacks'? Allowed: associations, attacks, availability, ",
         ),
         (["lst"], "No such command 'lst'. Did you mean 'list'?\n"),
         (["run"], "Missing argument 'SCENARIO'.\nTry 'fedplat run --help'"),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fedplat import registry
 from fedplat.arrays import FlatArrays
-from fedplat.catalogue import BUILT_IN
 from fedplat.clients.stacked import Learner, StackedTrainer, train_many
 from fedplat.clients.stacked.modules import NotStackable
 from fedplat.clients.training import TrainResult, train_one
@@ -19,6 +18,8 @@ from fedplat.models.flat import FlatModel
 from fedplat.rng import generator, seeded_torch
 from fedplat.training_config import LocalTraining
 
+from ..models.zoo import plain_models
+
 SIZES = [13, 5, 9, 13, 3]
 IMAGES = {
     "cnn-mudhog-mnist": (1, 30, 30),
@@ -26,7 +27,7 @@ IMAGES = {
     "resnet18": (3, 9, 9),
     "resnet34": (3, 9, 9),
 }
-MODELS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name, *_ in BUILT_IN["models"]]
+MODELS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in plain_models()]
 MODELS += [("cnn-hfl", {"dropout": 0.5}), ("resnet18", {"norm": "batch"})]
 
 Result = tuple[FlatArrays, TrainResult]

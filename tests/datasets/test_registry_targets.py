@@ -8,8 +8,9 @@ from pydantic import TypeAdapter, ValidationError
 from fedplat.registry import entries, settings
 
 MODULES = [
-    "base", "cache", "cifar_jpeg", "digits", "fetch", "figures", "image_folder", "images", "labelled",
-    "labels", "partition", "retries", "shakespeare", "torchvision_sets",
+    "base", "cache", "cifar_jpeg", "digits", "fedp3_partitions", "fetch", "figures", "image_folder", "images",
+    "labelled", "labels", "partition", "retries", "shakespeare", "shapes", "sub_domains", "subset",
+    "torchvision_sets",
 ]  # fmt: skip
 TARGETS = [entry for kind in ("datasets", "partitions") for entry in entries(kind).values()]
 
@@ -24,7 +25,10 @@ def test_every_name_leads_to_a_target_whose_defaults_pass_their_own_checks(entry
     ]
     assert positional == (["source"] if entry.kind == "datasets" else ["view", "clients", "rng"])
     for setting in settings(target):
-        assert not setting.required
+        # A part of a data set has to say of which.
+        assert setting.required == ((entry.name, setting.name) == ("subset", "of"))
+        if setting.required:
+            continue
         TypeAdapter(setting.annotation).validate_python(setting.default)
 
 
