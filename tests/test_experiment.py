@@ -240,12 +240,17 @@ def test_an_infeasible_strategy_is_refused_before_anything_is_trained(tmp_path: 
     assert not (tmp_path / "out" / "mean").exists()
 
 
-@pytest.mark.parametrize("name", sorted(registry.entries("partitions").keys() - {"natural"}))
+# Those two need data with speakers, or with sub-domains.
+@pytest.mark.parametrize(
+    "name", sorted(registry.entries("partitions").keys() - {"natural", "dirichlet-domains"})
+)
 def test_every_partition_can_be_asked_for_by_a_scenario(name: str) -> None:
     partition = {"name": name, "clients": 6}
     dataset, parts = experiment.load_data(load(SCENARIO | {"partition": partition}, "test"))
     assert len(parts) == 6
-    assert sum(map(len, parts)) == len(dataset.train)
+    held = sum(map(len, parts))
+    # FedP3's clients are of one size, and what does not go round belongs to nobody.
+    assert held < len(dataset.train) if name.startswith("fedp3") else held == len(dataset.train)
 
 
 @pytest.mark.parametrize(
