@@ -110,8 +110,6 @@ class Personal:
 
     whole_models = True
     """Whether clients have to get the whole model, and not a part of it from a sub-model scheme."""
-    trains = False
-    """Whether clients train more than they do for the server."""
 
     def local(self, layout: Layout) -> frozenset[str]:
         """Return the names of arrays that never leave the client."""
@@ -143,7 +141,6 @@ class FineTuning(Personal):
     """
 
     whole_models = False
-    trains = True
 
     def __init__(self, *, epochs: Epochs = 1, lr: Rate = None) -> None:
         self._how = epochs, lr
@@ -161,8 +158,6 @@ class Ditto(Personal):
     alone. What is sent is trained as without it, so the global model is the same bits. Li, Hu, Beirami and
     Smith, ICML 2021, with the pull taken implicitly: the published step diverges from a strength of 2/lr on.
     """
-
-    trains = True
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -92,6 +93,8 @@ class LocalEngine(Engine):
     def clients(self, situation: Situation, strategy: str) -> Iterator[Clients]:
         """Start workers that are forked from this process and so have the data."""
         workers = 0 if situation.task.device != "cpu" else self._workers
+        # A process's first optimiser imports torch's compiler, for seconds: once here, not in each worker.
+        importlib.import_module("torch._dynamo")
         app = make_client_app(
             situation.task, situation.execution, *client_mods(situation.config, simulation=True)
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -78,9 +77,6 @@ class OwnModels:
         self._told = told(part.name, part.settings())
         self._timeout = config.timeout
         self._malicious = malicious(attacks)
-        if self._told and part.build().trains:
-            # An optimiser needs it, and takes seconds to import: better here than in each forked worker.
-            importlib.import_module("torch._dynamo")
 
     def told(self, clients: Clients) -> ConfigRecord:
         """Return what messages to clients have to say."""

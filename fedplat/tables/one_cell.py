@@ -50,17 +50,14 @@ class Teller(Display):
 
 
 def prepare_process() -> None:
-    """Give this process one thread for arithmetic, and import now what every cell would import anew.
+    """Give this process one thread for arithmetic.
 
     Sums over several threads may differ in their last digits, so how many there are must not depend on how
-    many cells run at once; a cell's cores are for its clients. These are trained in forks of this process,
-    made for each cell, in which torch's optimizers would import torch's compiler at their first step; that
-    takes seconds.
+    many cells run at once; a cell's cores are for its clients.
     """
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
     import torch
-    import torch._dynamo
 
     torch.set_num_threads(1)
 
