@@ -7,7 +7,7 @@ caller gets each round as it ends, with its timings and what was sent, and may b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
@@ -15,10 +15,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from .arrays import payload_bytes
-from .compression.wire import wire_bytes
+from .compression.wire import sent_bytes, wire_bytes
 from .runtime.waves import engine_for, in_waves
-from .security.validation import array_records
 from .strategies.composed import FederatedStrategy
 from .strategies.nodes import sender
 
@@ -83,7 +81,7 @@ def rounds(
             questions = list(strategy.configure_evaluate(number, arrays, evaluate_config, grid))
             answers = list(grid.send_and_receive(messages=questions, timeout=timeout))
             current.client_metrics = strategy.aggregate_evaluate(number, answers)
-        current.bytes_down += _array_bytes(questions)
+        current.bytes_down += sent_bytes(questions)
         with _timed(current, "evaluate"):
             current.server_metrics = evaluate_fn(number, arrays) if evaluate_fn else None
         yield current
@@ -105,11 +103,11 @@ def _train(
             passing = _passing(current, messages, waves)
             new_arrays, current.train_metrics = strategy.aggregate_train(current.number, passing)
         current.seconds["aggregate"] -= current.seconds.get("train", 0.0)
-        current.bytes_down = _array_bytes(messages)
+        current.bytes_down = sent_bytes(messages)
         return new_arrays
     with _timed(current, "train"):
         replies = list(grid.send_and_receive(messages=messages, timeout=timeout))
-    current.bytes_down, current.bytes_up = _array_bytes(messages), sum(map(wire_bytes, replies))
+    current.bytes_down, current.bytes_up = sent_bytes(messages), sum(map(wire_bytes, replies))
     current.failures = _failures(messages, replies)
     with _timed(current, "aggregate"):
         new_arrays, current.train_metrics = strategy.aggregate_train(current.number, replies)
@@ -138,17 +136,6 @@ def _timed(current: Round, phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     current.seconds[phase] = time.perf_counter() - start
-
-
-def _array_bytes(messages: Iterable[Message]) -> int:
-    known: dict[int, int] = {}
-    total = 0
-    for message in messages:
-        for record in array_records(message):
-            if id(record) not in known:
-                known[id(record)] = payload_bytes(record)
-            total += known[id(record)]
-    return total
 
 
 def _failures(messages: list[Message], replies: list[Message]) -> dict[int, str]:

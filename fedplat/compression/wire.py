@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from flwr.app import Message, Metadata
 
@@ -33,6 +34,18 @@ def note(reply: Message) -> int:
     # Metadata can be compared but not hashed, so no dictionary of weak keys would take them.
     _noted[key] = weakref.ref(meta, lambda _: _noted.pop(key, None)), size
     return size
+
+
+def sent_bytes(messages: Iterable[Message]) -> int:
+    """Return the bytes of the arrays in messages; they share records, each of which is looked at once."""
+    known: dict[int, int] = {}
+    total = 0
+    for message in messages:
+        for record in array_records(message):
+            if id(record) not in known:
+                known[id(record)] = payload_bytes(record)
+            total += known[id(record)]
+    return total
 
 
 def _array_bytes(message: Message) -> int:

@@ -12,12 +12,10 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedplat.arrays import payload_bytes
-from fedplat.compression.wire import wire_bytes
+from fedplat.compression.wire import sent_bytes, wire_bytes
 from fedplat.errors import UserError
 from fedplat.runtime.around import GridWrapper
 from fedplat.security.privacy import BudgetSpent
-from fedplat.security.validation import array_records
 
 from ..association.base import NOWHERE, Decision, Prices, RoundState
 from ..nodes import sender
@@ -149,7 +147,7 @@ class EdgeGrid(GridWrapper):
             # An answer that nobody asked for has no edge to go to.
             if (number := edge_of.get(sender(answer, asked), NOWHERE)) in replies:
                 replies[number].append(answer)
-        self.bytes_down += _arrays_in(questions)
+        self.bytes_down += sent_bytes(questions)
         self.bytes_up += sum(map(wire_bytes, answers))
         for number in numbers:
             self.edges[number].take(replies.pop(number))
@@ -282,14 +280,3 @@ def _round_of(message: Message) -> int:
         if isinstance(record, ConfigRecord) and "server-round" in record:
             return int(record["server-round"])  # type: ignore[arg-type]
     return 1
-
-
-def _arrays_in(messages: Iterable[Message]) -> int:
-    known: dict[int, int] = {}
-    total = 0
-    for message in messages:
-        for record in array_records(message):
-            if id(record) not in known:
-                known[id(record)] = payload_bytes(record)
-            total += known[id(record)]
-    return total
