@@ -108,7 +108,7 @@ def test_a_half_written_line_after_the_last_checkpoint_is_dropped_on_resume(tmp_
 
 
 def test_ctrl_c_saves_the_state_and_tells_how_to_go_on(tmp_path: Path) -> None:
-    scenario = write(tmp_path / "tiny.toml", rounds=400)
+    scenario = write(tmp_path / "tiny.toml", rounds=20_000)
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedplat", "run", str(scenario), "--out", str(out), "--device", "cpu"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
