@@ -39,7 +39,8 @@ class RunRecords:
 class Metric:
     """A figure: its heading, unit, how it is written, and whether more of it is ``higher`` or ``lower`` best.
 
-    ``of`` gives it for a run, None if the run does not say; without ``of`` it is made from other cells.
+    ``of`` gives it for a run, None if the run does not say; without ``of`` it is made from other cells, see
+    :data:`COMPARED`.
     """
 
     heading: str
@@ -92,9 +93,24 @@ def _decision_ms(run: RunRecords) -> float | None:
     return None if seconds is None else 1000 * seconds
 
 
-def _megabytes(run: RunRecords) -> float | None:
-    total = run.summary["bytes_down"] + run.summary["bytes_up"]
-    return total / run.num_clients / 1e6 if run.num_clients else None
+def _megabytes(*ways: str) -> Callable[[RunRecords], float | None]:
+    def value(run: RunRecords) -> float | None:
+        return sum(run.summary[way] for way in ways) / run.num_clients / 1e6 if run.num_clients else None
+
+    return value
+
+
+def _own(models: str, key: str) -> Callable[[RunRecords], float | None]:
+    """Return what gives a figure over the clients' own tests, of the global model or the clients' own."""
+    return lambda run: finite(run.summary[models].get(key))
+
+
+def _less(before: float, now: float) -> float:
+    return before - now
+
+
+def _saved(before: float, now: float) -> float | None:
+    return 1 - now / before if before else None
 
 
 def submodel_accuracy(run: RunRecords) -> float | None:
@@ -180,7 +196,19 @@ METRICS: dict[str, Metric] = {
     ),
     "loss": Metric("loss", "", "on the test set, after the last round",
                    lambda run: finite(run.summary["loss"]), "lower", 1, 3),
-    "drop": Metric("lost to the attack", "points", "accuracy of the row's reference cell, minus this",
+    "own-tests": Metric("own tests", "%", "of the global model on each client's own test samples, their mean",
+                        _own("own_tests", "mean"), "higher", 100),
+    "own-tests-worst": Metric("own tests, worst tenth", "%", "mean of the clients it serves worst",
+                              _own("own_tests", "worst-10"), "higher", 100),
+    "own-tests-spread": Metric("own tests, spread", "points", "standard deviation over clients",
+                               _own("own_tests", "spread"), "lower", 100),
+    "own-models": Metric("own models", "%", "of the clients' own models on their own test samples, their mean",
+                         _own("own_tests_after", "mean"), "higher", 100),
+    "own-models-worst": Metric("own models, worst tenth", "%", "mean of the clients whose models are worst",
+                               _own("own_tests_after", "worst-10"), "higher", 100),
+    "epsilon": Metric("epsilon", "", "privacy spent by the end, of the client that spent most",
+                      lambda run: finite(run.summary["epsilon"]), "lower"),
+    "drop": Metric("lost to the attack", "points", "accuracy of the reference cell, minus this",
                    None, "lower", 100),
     "attack-success": Metric("attack success", "%", "of the most successful attack, after the last round",
                              _success, "lower", 100, 1),
@@ -216,7 +244,15 @@ METRICS: dict[str, Metric] = {
                     _edges("probed"), "lower", 1, 1),
     "decision-ms": Metric("decision", "ms", "wall time of deciding who reports where, on this machine",
                           _decision_ms, "lower", 1, 1),
-    "megabytes": Metric("traffic per client", "MB", "down and up, over all rounds", _megabytes, "lower"),
+    "megabytes": Metric("traffic per client", "MB", "down and up, over all rounds",
+                        _megabytes("bytes_down", "bytes_up"), "lower"),
+    "megabytes-up": Metric("sent per client", "MB", "up, over all rounds", _megabytes("bytes_up"), "lower"),
+    "megabytes-down": Metric("received per client", "MB", "down, over all rounds", _megabytes("bytes_down"),
+                             "lower"),
+    "saved-up": Metric("saved up", "%", "of what clients of the reference cell send, measured",
+                       None, "higher", 100, 1),
+    "saved-down": Metric("saved down", "%", "of what clients of the reference cell receive, measured",
+                         None, "higher", 100, 1),
     "simulated-hours": Metric("simulated time", "h", "of all rounds, on the emulated devices",
                               _simulated("seconds", 1 / 3600), "lower", 1, 3),
     "joules": Metric("energy", "J", "of all devices and rounds", _simulated("joules"), "lower", 1, 1),
@@ -224,6 +260,13 @@ METRICS: dict[str, Metric] = {
                       _seconds, "lower"),
 }  # fmt: skip
 """What ``metrics`` of a table file may name. A metric of one's own is a line here."""
+
+COMPARED: dict[str, tuple[str, Callable[[float, float], float | None]]] = {
+    "drop": ("accuracy", _less),
+    "saved-up": ("megabytes-up", _saved),
+    "saved-down": ("megabytes-down", _saved),
+}
+"""Metrics made from two cells: of which metric, and how from the reference cell's value and this one's."""
 
 NEEDS_CLIENTS = frozenset({"submodel-accuracy", "utilisation"})
 

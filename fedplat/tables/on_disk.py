@@ -11,7 +11,7 @@ from typing import Any
 
 from ..results.folder import RunFolder, StrategyLog, write_json
 from .cells import Cell, Plan, Position, cell_path
-from .metrics import NEEDS_CLIENTS, RunRecords, values_of
+from .metrics import COMPARED, NEEDS_CLIENTS, RunRecords, values_of
 
 DONE, STARTED, MISSING, FAILED, REFUSED, SKIPPED = (
     "done", "started", "missing", "failed", "refused", "skipped",
@@ -137,9 +137,8 @@ Entries = Mapping[Position, Entry]
 
 def entries_of(plan: Plan, out: Path) -> dict[Position, Entry]:
     """Return every position of a table with what the folder has of it."""
-    metrics = plan.table.metrics
-    if "drop" in metrics and "accuracy" not in metrics:
-        metrics = (*metrics, "accuracy")
+    compared = [metric for metric in plan.table.metrics if metric in COMPARED]
+    metrics = tuple(dict.fromkeys((*plan.table.metrics, *(COMPARED[metric][0] for metric in compared))))
     known: dict[str, Outcome] = {}
     runs: dict[Position, dict[int, tuple[Cell, Outcome]]] = {p: {} for p in plan.positions()}
     for cell in plan.cells:
@@ -151,9 +150,9 @@ def entries_of(plan: Plan, out: Path) -> dict[Position, Entry]:
         done = {seed: outcome for seed, (_, outcome) in of_seed.items() if outcome.state == DONE}
         values = {m: {seed: outcome.values.get(m) for seed, outcome in done.items()} for m in metrics}
         found[position] = Entry(position, of_seed, plan.skipped.get(position, ""), values)
-    if "drop" in metrics:
-        return {position: _with_drop(plan, found, entry) for position, entry in found.items()}
-    return found
+    if not compared:
+        return found
+    return {position: _with_compared(plan, found, entry, compared) for position, entry in found.items()}
 
 
 def reference_position(plan: Plan, position: Position) -> Position:
@@ -162,13 +161,15 @@ def reference_position(plan: Plan, position: Position) -> Position:
     return tuple(plan.table.reference.get(axis, name) for axis, name in zip(axes, position, strict=True))
 
 
-def _with_drop(plan: Plan, entries: Entries, entry: Entry) -> Entry:
-    """Add how much accuracy is lost against the reference, seed by seed, where both are there."""
+def _with_compared(plan: Plan, entries: Entries, entry: Entry, metrics: Sequence[str]) -> Entry:
+    """Add the metrics that compare with the reference, seed by seed, where both are there."""
     other = entries.get(reference_position(plan, entry.position))
-    drop: dict[int, float | None] = {}
+    added: dict[str, dict[int, float | None]] = {metric: {} for metric in metrics}
     if other is not None and other.position != entry.position:
-        before = other.values["accuracy"]
-        for seed, accuracy in entry.values["accuracy"].items():
-            reached = before.get(seed)
-            drop[seed] = None if accuracy is None or reached is None else reached - accuracy
-    return Entry(entry.position, entry.runs, entry.reason, {**entry.values, "drop": drop})
+        for metric in metrics:
+            source, compare = COMPARED[metric]
+            before = other.values[source]
+            for seed, now in entry.values[source].items():
+                reached = before.get(seed)
+                added[metric][seed] = None if now is None or reached is None else compare(reached, now)
+    return Entry(entry.position, entry.runs, entry.reason, {**entry.values, **added})

@@ -12,8 +12,7 @@ from typing import Any
 
 from .. import __version__
 from ..results.folder import without_nan, write_atomically
-from ..results.tables import _escape as escape_latex
-from ..results.tables import markdown_table
+from ..results.tables import escape_latex, markdown_table
 from .cells import Plan
 from .metrics import METRICS
 from .on_disk import DONE, FAILED, REFUSED, SKIPPED, Entries

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 from ..config_errors import explain
 from ..config_parts import Strict
 from ..errors import UserError, unknown_name
-from .metrics import METRICS
+from .metrics import COMPARED, METRICS
 
 Count = Annotated[int, Field(ge=1)]
 Names = tuple[str, ...]
@@ -225,8 +225,8 @@ def _check(table: Table) -> None:
             raise unknown_name("metric", metric, METRICS)
     _check_strategies(table)
     table.keep({name: (value,) for name, value in table.reference.items()})
-    if "drop" in table.metrics and not table.reference:
-        raise UserError("metrics: 'drop' needs [reference], the cell without an attack")
+    if (metric := next((m for m in table.metrics if m in COMPARED), "")) and not table.reference:
+        raise UserError(f"metrics: {metric!r} needs [reference], the cell to compare with")
     for skip in table.skip:
         table.keep(skip.cells)
     if table.quick:
