@@ -173,6 +173,26 @@ def _tighter(device: Record | None, deadline: float | None) -> float:
     return max(shares)
 
 
+def clients_accuracy(run: RunRecords) -> float | None:
+    """Return the mean over clients of the accuracy, on the test set, of the model that each would use.
+
+    Where clients differ (FedBN's norms) that is told per client; elsewhere it is the global model.
+
+    >>> clients_accuracy(RunRecords([{"accuracy": 0.1, "submodels": {"client-0": 0.5, "client-1": 0.7}}]))
+    0.6
+    """
+    last = next((record for record in reversed(run.rounds) if record.get("accuracy") is not None), {})
+    own = [finite(v) for name, v in last.get("submodels", {}).items() if name.startswith("client-")]
+    return mean(own) if own else finite(last.get("accuracy"))
+
+
+def _diagnostic(name: str) -> Callable[[RunRecords], float | None]:
+    """Return what gives the last value that a strategy told of itself under a name."""
+    return lambda run: next(
+        (finite(r["diagnostics"][name]) for r in reversed(run.rounds) if name in r.get("diagnostics", {})), None
+    )
+
+
 def _seconds(run: RunRecords) -> float | None:
     return finite(run.summary["seconds"]["per_round"]["all"])
 
@@ -193,6 +213,14 @@ METRICS: dict[str, Metric] = {
     "worst-class": Metric(
         "worst class", "%", "accuracy on the class with the lowest",
         lambda run: finite((run.summary["worst_class"] or {}).get("accuracy")), "higher", 100,
+    ),
+    "clients-accuracy": Metric(
+        "accuracy of clients' models", "%", "mean over clients of the model that each would use, on the test set",
+        clients_accuracy, "higher", 100,
+    ),
+    "selection-entropy": Metric(
+        "entropy of selection", "nats", "of FedIns' members, all clients together; 0: one member serves all images",
+        _diagnostic("selection-entropy"), "higher",
     ),
     "loss": Metric("loss", "", "on the test set, after the last round",
                    lambda run: finite(run.summary["loss"]), "lower", 1, 3),

@@ -22,7 +22,7 @@ TABLES = re.findall(r"^\| `([a-z][\w-]*)` \|", TEXT, re.MULTILINE)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_the_table_file_is_one() -> None:

@@ -2,7 +2,15 @@
 
 import pytest
 
-from fedplat.tables.metrics import METRICS, RunRecords, submodel_accuracy, utilisation, values_of
+from fedplat.tables.metrics import (
+    COMPARED,
+    METRICS,
+    RunRecords,
+    clients_accuracy,
+    submodel_accuracy,
+    utilisation,
+    values_of,
+)
 
 from ..results import round_record
 
@@ -23,6 +31,7 @@ def test_figures_are_those_of_the_records() -> None:
     assert values["attackers-weight"] == pytest.approx(0.3)
     # Two rounds of 3 MB, over four clients.
     assert values["megabytes"] == pytest.approx(1.5)
+    assert values["megabytes-up"] + values["megabytes-down"] == pytest.approx(1.5)
     assert values["seconds"] == pytest.approx(2.75)
     assert values["simulated-hours"] is None
     assert values["detection-f1"] is None
@@ -56,6 +65,44 @@ def test_figures_about_edges_are_means_over_the_rounds_that_have_them() -> None:
     found = values_of(RunRecords(rounds), ["edge-cost", "edges-met", "divergence", "quorum"])
     assert found == {"edge-cost": 0.9, "edges-met": 0.75, "divergence": None, "quorum": None}
     assert set(values_of(RunRecords([round_record(1, 0.5)]), ["edge-cost", "edges-met"]).values()) == {None}
+
+
+def test_own_tests_are_those_of_the_last_evaluated_round() -> None:
+    rounds = [
+        round_record(1, 0.5, own_tests={"mean": 0.4, "worst-10": 0.1, "spread": 0.2}),
+        round_record(
+            2, 0.6, own_tests={"mean": 0.6, "worst-10": 0.3, "spread": 0.1}, own_tests_after={"mean": 0.9}
+        ),
+        round_record(3, None),
+    ]
+    names = ["own-tests", "own-tests-worst", "own-tests-spread", "own-models", "own-models-worst"]
+    assert list(values_of(RunRecords(rounds), names).values()) == [0.6, 0.3, 0.1, 0.9, None]
+
+
+def test_models_that_differ_between_clients_count_alike_and_one_for_all_counts_as_it_is() -> None:
+    rounds = [
+        round_record(1, 0.1, submodels={"client-0": 0.9}),
+        round_record(2, 0.1, submodels={"client-0": 0.5, "client-12": 0.7, "width-0.5": 0.2}),
+    ]
+    assert clients_accuracy(RunRecords(rounds)) == pytest.approx(0.6)
+    assert clients_accuracy(RunRecords([round_record(1, 0.4, submodels={"width-0.5": 0.2})])) == 0.4
+    assert clients_accuracy(RunRecords([])) is None
+
+
+def test_the_last_figure_that_a_strategy_tells_counts() -> None:
+    rounds = [round_record(i, 0.5, diagnostics=d) for i, d in enumerate([{}, {"selection-entropy": 2.0}, {}])]
+    assert values_of(RunRecords(rounds), ["selection-entropy"]) == {"selection-entropy": 2.0}
+    assert values_of(RunRecords(rounds[:1]), ["selection-entropy"]) == {"selection-entropy": None}
+
+
+def test_metrics_that_compare_are_known_and_come_from_others() -> None:
+    assert set(COMPARED) == {name for name, metric in METRICS.items() if metric.of is None}
+    _, drop = COMPARED["drop"]
+    source, saved = COMPARED["saved-up"]
+    assert drop(0.9, 0.7) == pytest.approx(0.2)
+    assert source == "megabytes-up"
+    assert saved(4.0, 1.0) == 0.75
+    assert saved(0.0, 0.0) is None
 
 
 def test_utilisation_is_of_the_tighter_limit_and_nothing_for_those_who_do_not_deliver() -> None:

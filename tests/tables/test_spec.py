@@ -67,8 +67,11 @@ def test_every_table_that_comes_along_has_cells_whose_configurations_are_right(n
     # Every value of every axis once, not all combinations of them, which may be thousands.
     seen = set()
     for i in range(max(map(len, whole.values()))):
-        keep = {axis: [names[i % len(names)]] for axis, names in whole.items()}
-        cells = plan(stem, table, Options(keep=keep, seeds=1)).cells
+        for shift in range(len(table.columns.values)):  # past a cell that is skipped
+            turned = {axis: i + shift * (axis == table.columns.name) for axis in whole}
+            keep = {axis: [names[turned[axis] % len(names)]] for axis, names in whole.items()}
+            if cells := plan(stem, table, Options(keep=keep, seeds=1)).cells:
+                break
         seen |= {name for cell in cells for name in cell.position}
     assert seen == {name for names in whole.values() for name in names}
 
