@@ -120,6 +120,20 @@ def run(
         raise UserError("attacks: there are no edges to attack: set topology.name = 'edges'")
     if situation.devices:
         situation.devices.keep_in(folder.path / "devices")
+    describe_run(folder, situation, execution, engine)
+    with engine:
+        for name, strategy in strategies.items():
+            log = folder.log(name)
+            if log.finished:
+                observer.begin(name, config.rounds, config.rounds)
+            else:
+                run_strategy(name, strategy, situation, log, engine, observer, hierarchies[name])
+            observer.end(name)
+
+
+def describe_run(folder: RunFolder, situation: Situation, execution: Execution, engine: Engine) -> None:
+    """Write into environment.json what a run works on and how."""
+    counts = counts_of(situation.task.dataset, situation.task.parts)
     folder.describe(
         device=situation.task.device,
         classes=list(situation.task.dataset.classes),
@@ -130,15 +144,8 @@ def run(
         parameters=FlatArrays.of_record(situation.initial).layout.num_params,
         execution={**asdict(execution), "summary": execution.summary()},
         engine=engine.name,
+        **({} if counts is None else {"label_counts": counts.tolist()}),
     )
-    with engine:
-        for name, strategy in strategies.items():
-            log = folder.log(name)
-            if log.finished:
-                observer.begin(name, config.rounds, config.rounds)
-            else:
-                run_strategy(name, strategy, situation, log, engine, observer, hierarchies[name])
-            observer.end(name)
 
 
 def run_strategy(

@@ -1,4 +1,4 @@
-"""The command line: ``fedplat run``, ``list``, ``show``, ``report``, ``partition``, ``benchmark``,
+"""The command line: ``fedplat run``, ``list``, ``show``, ``report``, ``watch``, ``partition``, ``benchmark``,
 ``deploy``, ``devices``, ``flower-app``.
 
 Exit status: 0 for success, 2 for a user's mistake, 130 after Ctrl-C and 143 after SIGTERM, both with the
@@ -31,6 +31,7 @@ from . import (
     run,
     show,
     table,
+    watch,
     world,
 )
 from .common import INTERRUPTED, USER_ERROR
@@ -45,6 +46,7 @@ app.command("run")(run.run)
 app.command("list")(listing.list_names)
 app.command("show")(show.show)
 app.command("report")(report.report)
+app.command("watch")(watch.watch)
 app.command("table")(table.table)
 app.command("world")(world.world)
 app.command("backbone")(backbone.backbone)

@@ -12,13 +12,13 @@ from ..registry import KINDS, entries
 from ..scenarios import read_scenario, scenario_names
 from .common import console
 
-_ALL = ("scenarios", *KINDS)
+_ALL = ("scenarios", "tables", *KINDS)
 
 
 def list_names(
     kind: Annotated[str | None, typer.Argument(metavar="[KIND]", show_default=False)] = None,
 ) -> None:
-    """List scenarios, strategies, selectors, attacks, models, datasets and partitions.
+    """List scenarios, tables, strategies, selectors, attacks, models, datasets, partitions and other parts.
 
     KIND is one of these words, and without it all are listed.
     """
@@ -45,6 +45,10 @@ def list_names(
 def _rows(kind: str) -> list[tuple[str, str, str]]:
     if kind == "scenarios":
         return [(name, str(read_scenario(name)[0].get("description", "")), "") for name in scenario_names()]
+    if kind == "tables":
+        from ..tables.spec import read_table, table_names
+
+        return [(name, read_table(name)[1].title, "") for name in table_names()]
     rows = [(entry.name, entry.summary, entry.source) for entry in entries(kind).values()]
     prefixed = PREFIXED.get(kind, {}).items()
     return rows + [(f"{prefix}:{rest}", summary, "") for prefix, (_, rest, summary) in prefixed]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import UserError
 from .common import console
 
 if TYPE_CHECKING:
@@ -17,21 +18,49 @@ _MOST_LINES = 12
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)],
     clean: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The same run without attackers, to state losses against."),
     ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write DIR/tensorboard, for TensorBoard.")
+    ] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Also log to MLflow.")] = False,
 ) -> None:
-    """Rebuild the tables and the pictures of a run, also of one that is not finished.
+    """Rebuild the tables, the pictures and report.html of a run, also of one that is not finished.
 
-    DIR is the run's folder.
+    DIR is the run's folder. Several that differ in nothing but the seed get one report.html, with the spread
+    over the seeds, in the first one's folder. The folder of a table gets a report.html of the table.
     """
-    from ..results.folder import RunFolder
-    from ..results.report import write_report
+    from ..results.sinks import export_folders
 
-    run = RunFolder.existing(folder)
-    print_results(run, write_report(run, RunFolder.existing(clean) if clean else None))
+    _write_pages(folders, clean)
+    export_folders(folders, [n for n, on in (("tensorboard", tensorboard), ("mlflow", mlflow)) if on])
+
+
+def _write_pages(folders: Sequence[Path], clean: Path | None) -> None:
+    from ..results.folder import RunFolder
+    from ..results.page import is_table, write_page, write_table_page
+    from ..results.report import page_of, write_report
+
+    tables = [folder for folder in folders if is_table(folder)]
+    if tables and (len(folders) > 1 or clean):
+        raise UserError(
+            f"{tables[0]} is the folder of a table: give it alone, without other folders or --clean"
+        )
+    if tables:
+        typer.echo(f"page: {write_table_page(tables[0])}")
+        return
+    runs = [RunFolder.existing(folder) for folder in folders]
+    if len(runs) > 1 and clean:
+        raise UserError("--clean is for one run: the page over several seeds states no losses")
+    if len(runs) > 1:
+        write_page(runs, page_of(runs[0]))
+        seeds = ", ".join(str(run.config.seed) for run in runs)
+        console().print(f"page over seeds {seeds}: {page_of(runs[0])}", soft_wrap=True)
+        return
+    print_results(runs[0], write_report(runs[0], RunFolder.existing(clean) if clean else None))
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -73,12 +102,13 @@ def left_out_lines(left_out: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 def print_results(run: RunFolder, summary: dict[str, Any], quiet: bool = False) -> None:
     """Print the comparison of a run and where its files are; if ``quiet``, only the latter."""
-    from ..results.report import picture_of
+    from ..results.report import page_of, picture_of
     from ..results.tables import rich_table
 
     if quiet:
         typer.echo(run.path / "report.md")
         typer.echo(picture_of(run))
+        typer.echo(page_of(run))
         return
     out = console()
     if not summary["finished"]:
@@ -88,3 +118,4 @@ def print_results(run: RunFolder, summary: dict[str, Any], quiet: bool = False) 
         out.print(line, soft_wrap=True)
     out.print(f"report:  {run.path / 'report.md'}", soft_wrap=True)
     out.print(f"picture: {picture_of(run)}", soft_wrap=True)
+    out.print(f"page:    {page_of(run)}", soft_wrap=True)

@@ -6,8 +6,8 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -73,6 +73,12 @@ def run(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard for TensorBoard.")
+    ] = False,
+    mlflow: Annotated[
+        bool, typer.Option("--mlflow", help="Also log to MLflow, where MLFLOW_TRACKING_URI says.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but where the results are.")] = False,
 ) -> None:
     """Run a scenario with one or more strategies and compare them.
@@ -90,37 +96,50 @@ def run(
     from ..results.folder import RunFolder, default_path
     from ..results.progress import display
     from ..results.report import write_report
+    from ..results.sinks import Recorder, export, sinks_of
 
     experiment.resolve_device(device)  # before a folder is made for a run that cannot start
+    sinks = sinks_of(wanted := chosen_sinks(tensorboard, mlflow), config)
     path = out or default_path(config)
     folder = RunFolder.open(path, config, resume)
     if folder.finished:
         if not quiet:
             typer.echo(f"{path} already holds this run; it is not run again (--out DIR makes another copy).")
-        print_results(folder, write_report(folder), quiet)
+        summary = write_report(folder)
+        export(folder, sinks, summary)
+        print_results(folder, summary, quiet)
         return
     terminal = console()
     if not quiet:
         terminal.print(_headline(config, path), soft_wrap=True)
     try:
         known = {name: folder.rounds(name) for name in config.strategies}
-        with sigterm_as_interrupt(), display(config.rounds, known, terminal, quiet) as observer:
-            experiment.run(
-                config,
-                folder,
-                engine=engines.of(engine, workers=workers, device=device),
-                device=device,
-                observer=observer,
-                group_size=group_size,
-            )
+        with sigterm_as_interrupt(), display(config.rounds, known, terminal, quiet) as shown:
+            observer = Recorder(shown, folder, sinks)
+            with closing(observer):
+                experiment.run(
+                    config,
+                    folder,
+                    engine=engines.of(engine, workers=workers, device=device),
+                    device=device,
+                    observer=observer,
+                    group_size=group_size,
+                )
     except KeyboardInterrupt as stop:
         command = resume_command(
-            scenario, strategy, overrides, path, seed, workers, device, engine, group_size, quiet
+            scenario, strategy, overrides, path, seed, workers, device, engine, group_size, quiet, wanted
         )
         print(f"stopped; every full round is saved in {path}. To go on:\n  {command}", file=sys.stderr)
         raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
     finished = RunFolder.existing(path)
-    print_results(finished, write_report(finished), quiet)
+    summary = write_report(finished)
+    observer.finish(summary)
+    print_results(finished, summary, quiet)
+
+
+def chosen_sinks(tensorboard: bool, mlflow: bool) -> list[str]:
+    """Return the names of the sinks that are asked for."""
+    return [name for name, wanted in (("tensorboard", tensorboard), ("mlflow", mlflow)) if wanted]
 
 
 def check_engine(
@@ -152,6 +171,7 @@ def resume_command(
     engine: str,
     group_size: int | None,
     quiet: bool,
+    sinks: Sequence[str] = (),
 ) -> str:
     """Return the command line that goes on with a stopped run, quoted for a shell.
 
@@ -166,6 +186,7 @@ def resume_command(
     words += [] if device == "auto" else ["--device", device]
     words += [] if engine == "local" else ["--engine", engine]
     words += [] if group_size is None else ["--group-size", str(group_size)]
+    words += [f"--{name}" for name in sinks]
     words += ["--quiet"] if quiet else []
     return shlex.join([*words, "--out", str(path), "--resume"])
 

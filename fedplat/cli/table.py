@@ -76,7 +76,7 @@ def table(
 ) -> None:
     """Run what is missing of a table, and write it.
 
-    TABLE is one that comes with fedplat (defences, fed-credit, mud-hog, submodels), or a TOML file.
+    TABLE is one that comes with fedplat, such as fed-credit (fedplat list tables shows all), or a TOML file.
     """
     from ..tables.cells import Options, plan
     from ..tables.spec import read_table
@@ -95,7 +95,7 @@ def table(
     if not no_run:
         try:
             with sigterm_as_interrupt():
-                _run(planned, path, how_many, device, retry, quiet)
+                _run(planned, path, command, how_many, device, retry, quiet)
         except KeyboardInterrupt as stop:
             _write(planned, path, command, quiet=True)
             print(
@@ -177,8 +177,11 @@ def command_of(
     return shlex.join(words)
 
 
-def _run(planned: Plan, out: Path, jobs: int | str | None, device: str, retry: bool, quiet: bool) -> None:
+def _run(
+    planned: Plan, out: Path, command: str, jobs: int | str | None, device: str, retry: bool, quiet: bool
+) -> None:
     from ..runtime.local import available_cores
+    from ..tables.followed import Followed
     from ..tables.grid_view import Progress, view
     from ..tables.on_disk import FAILED, REFUSED
     from ..tables.runner import FolderLock, missing_jobs, run_here, share_cores
@@ -208,7 +211,7 @@ def _run(planned: Plan, out: Path, jobs: int | str | None, device: str, retry: b
                 run_here(todo, at_once, cores, watcher)
 
         with view(Progress(planned, states), console(), quiet) as watcher:
-            work(watcher)
+            work(Followed(watcher, planned, out, command))
 
 
 def states_of(planned: Plan, out: Path) -> dict[str, str]:

@@ -6,14 +6,13 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from .. import experiment
-from ..arrays import FlatArrays
 from ..clients.attacks import Collusion
 from ..config import AggregationConfig, ExperimentConfig, PrivacyConfig, SecurityConfig
 from ..config_parts import CompressionConfig
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
     from ..experiment import Observer, Situation
+    from ..strategies.hierarchy import EdgeGrid
 
 _POLL_SECONDS = 1.0
 
@@ -135,17 +135,7 @@ def run(
     situation = replace(situation, execution=execution)
     engine = CloudEngine(grid, config, device=device, min_nodes=min_nodes, node_wait=node_wait)
     plain = _unprotected(config)
-    folder.describe(
-        device=situation.task.device,
-        classes=list(situation.task.dataset.classes),
-        data_note=situation.task.dataset.note,
-        data_fingerprint=situation.task.dataset.fingerprint,
-        samples_per_client=[len(part) for part in situation.task.parts],
-        attackers={str(client): attack.label for client, attack in sorted(situation.task.attacks.items())},
-        parameters=FlatArrays.of_record(situation.initial).layout.num_params,
-        execution={**asdict(execution), "summary": execution.summary()},
-        engine=engine.name,
-    )
+    experiment.describe_run(folder, situation, execution, engine)
     with engine:
         for name in config.strategies:
             log = folder.log(name)
@@ -167,7 +157,7 @@ def run(
 class Afar(Hierarchy):
     """Edge servers that are elsewhere: nothing of them is put around the grid, whose nodes they are."""
 
-    def around(self, grid: Grid, clients: Clients) -> Any:
+    def around(self, grid: Grid, clients: Clients) -> tuple[EdgeGrid | None, Grid]:
         """Return no grid of edges, and the grid as it is."""
         return None, grid
 

@@ -86,7 +86,7 @@ class StrategyLog:
     def rewind(self, last_round: int) -> None:
         """Drop what was written after a round, such as the half-written round of a killed run."""
         for name in ("rounds.jsonl", "clients.jsonl", "edges.jsonl"):
-            rows = [row for row in _read_lines(self.path / name) if row["round"] <= last_round]
+            rows = [row for row in read_lines(self.path / name) if row["round"] <= last_round]
             if (self.path / name).exists():
                 write_atomically(self.path / name, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
@@ -176,15 +176,15 @@ class RunFolder:
 
     def rounds(self, strategy: str) -> list[dict[str, Any]]:
         """Return the rounds of a strategy."""
-        return list(_read_lines(self.log(strategy).path / "rounds.jsonl"))
+        return list(read_lines(self.log(strategy).path / "rounds.jsonl"))
 
     def clients(self, strategy: str) -> Iterator[dict[str, Any]]:
         """Yield the client rows of a strategy, round by round."""
-        return _read_lines(self.log(strategy).path / "clients.jsonl")
+        return read_lines(self.log(strategy).path / "clients.jsonl")
 
     def edges(self, strategy: str) -> Iterator[dict[str, Any]]:
         """Yield the rows of a strategy's edge servers, round by round; none where it has none."""
-        return _read_lines(self.log(strategy).path / "edges.jsonl")
+        return read_lines(self.log(strategy).path / "edges.jsonl")
 
     def describe(self, **facts: Any) -> None:
         """Add facts to environment.json."""
@@ -216,7 +216,7 @@ def _commit() -> str | None:
         return None
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a JSON-lines file; a last line cut off by a kill is left out."""
     if not path.exists():
         return

@@ -13,7 +13,7 @@ Clients = Sequence[Mapping[str, Any]]
 _MOST_ROWS = 100
 _MOST_REASONS = 3
 _MOST_CLIENTS = 15
-_HEADS = ["strategy", "client", "reason", "rounds refused", "rounds failed", "from round to round"]
+HEADS = ["strategy", "client", "reason", "rounds refused", "rounds failed", "from round to round"]
 
 
 def left_out_text(left_out: Mapping[str, Clients]) -> str:
@@ -23,16 +23,17 @@ def left_out_text(left_out: Mapping[str, Clients]) -> str:
     """
     rows: list[list[str]] = []
     for strategy, clients in left_out.items():
-        rows += [[strategy, *row] for row in _devices(clients)]
-        rows += [[strategy, *row] for row in _others(clients)]
+        rows += [[strategy, *row] for row in devices_left_out(clients)]
+        rows += [[strategy, *row] for row in others_left_out(clients)]
     if not rows:
         return "None: every reply of every client was accepted."
-    table = markdown_table(_HEADS, rows[:_MOST_ROWS], text_columns=3)
+    table = markdown_table(HEADS, rows[:_MOST_ROWS], text_columns=3)
     hidden = len(rows) - _MOST_ROWS
     return table if hidden <= 0 else f"{table}\n\n{hidden} more rows are in summary.json."
 
 
-def _devices(clients: Clients) -> list[list[str]]:
+def devices_left_out(clients: Clients) -> list[list[str]]:
+    """Return a row for each reason that emulated devices did not deliver for."""
     rows = []
     for reason in MISSED.values():
         found = [(c, item) for c in clients for item in c["reasons"] if item["reason"] == reason]
@@ -43,7 +44,8 @@ def _devices(clients: Clients) -> list[list[str]]:
     return rows
 
 
-def _others(clients: Clients) -> list[list[str]]:
+def others_left_out(clients: Clients) -> list[list[str]]:
+    """Return a row for each set of reasons of other kinds; clients with the same share one."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for client in clients:
         told = [item for item in client["reasons"] if item["reason"] not in MISSED.values()]

@@ -16,17 +16,26 @@ from .summary import write_summary
 from .wording import bullets, named_part, settings_text, value_text
 
 _WHO_AND_WHEN = ("fraction", "count", "clients", "edges", "richest_in", "start", "on", "off")
-_SAID_ELSEWHERE = ("execution", "samples_per_client", "attackers", "classes", "parameters", "data_note")
+_SAID_ELSEWHERE = (
+    "execution",
+    "samples_per_client",
+    "attackers",
+    "classes",
+    "label_counts",
+    "parameters",
+    "data_note",
+)
 
 
 def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str, Any]:
-    """Write summary.json, report.md, table.csv, table.tex and the pictures; return the summary.
+    """Write summary.json, report.md, table.csv, table.tex, the pictures and report.html; return the summary.
 
     ``clean`` is a run of the same situation without attackers, to state the loss of accuracy against.
     """
     from .client_figure import draw_clients, score_names
     from .device_figures import draw_devices
     from .figures import draw_curves
+    from .page import write_page
 
     summary = write_summary(folder, clean)
     runs = {name: folder.rounds(name) for name in folder.config.strategies}
@@ -44,6 +53,7 @@ def write_report(folder: RunFolder, clean: RunFolder | None = None) -> dict[str,
         ("report.md", report_text(folder, summary)),
     ):
         write_atomically(folder.path / name, text.encode())
+    write_page([folder], page_of(folder), summary)
     return summary
 
 
@@ -179,6 +189,11 @@ def clients_picture(folder: RunFolder, strategy: str) -> Path:
 def picture_of(folder: RunFolder) -> Path:
     """Return where the picture is."""
     return folder.path / "accuracy.png"
+
+
+def page_of(folder: RunFolder) -> Path:
+    """Return where the page with everything on it is."""
+    return folder.path / "report.html"
 
 
 def _title(summary: Mapping[str, Any]) -> str:

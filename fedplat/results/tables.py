@@ -330,9 +330,9 @@ def latex(summary: Row) -> str:
         f"% {summary['scenario']}, seed {summary['seed']}, configuration {summary['digest']}; needs booktabs",
         rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
         r"\toprule",
-        " & ".join(map(_escape, heads)) + r" \\",
+        " & ".join(map(escape_latex, heads)) + r" \\",
         r"\midrule",
-        *(" & ".join(map(_escape, row)) + r" \\" for row in cells(summary)),
+        *(" & ".join(map(escape_latex, row)) + r" \\" for row in cells(summary)),
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -345,5 +345,10 @@ _LATEX = {
 }  # fmt: skip
 
 
-def _escape(text: str) -> str:
+def escape_latex(text: str) -> str:
+    r"""Return a text with what LaTeX reads as a command taken literally.
+
+    >>> print(escape_latex("50% of n_k"))
+    50\% of n\_k
+    """
     return "".join(_LATEX.get(letter, letter) for letter in text)

@@ -181,7 +181,7 @@ def clients_accuracy(run: RunRecords) -> float | None:
     >>> clients_accuracy(RunRecords([{"accuracy": 0.1, "submodels": {"client-0": 0.5, "client-1": 0.7}}]))
     0.6
     """
-    last = next((record for record in reversed(run.rounds) if record.get("accuracy") is not None), {})
+    last: Record = next((record for record in reversed(run.rounds) if record.get("accuracy") is not None), {})
     own = [finite(v) for name, v in last.get("submodels", {}).items() if name.startswith("client-")]
     return mean(own) if own else finite(last.get("accuracy"))
 
@@ -189,7 +189,8 @@ def clients_accuracy(run: RunRecords) -> float | None:
 def _diagnostic(name: str) -> Callable[[RunRecords], float | None]:
     """Return what gives the last value that a strategy told of itself under a name."""
     return lambda run: next(
-        (finite(r["diagnostics"][name]) for r in reversed(run.rounds) if name in r.get("diagnostics", {})), None
+        (finite(r["diagnostics"][name]) for r in reversed(run.rounds) if name in r.get("diagnostics", {})),
+        None,
     )
 
 
@@ -215,11 +216,13 @@ METRICS: dict[str, Metric] = {
         lambda run: finite((run.summary["worst_class"] or {}).get("accuracy")), "higher", 100,
     ),
     "clients-accuracy": Metric(
-        "accuracy of clients' models", "%", "mean over clients of the model that each would use, on the test set",
+        "accuracy of clients' models", "%",
+        "mean over clients of the model that each would use, on the test set",
         clients_accuracy, "higher", 100,
     ),
     "selection-entropy": Metric(
-        "entropy of selection", "nats", "of FedIns' members, all clients together; 0: one member serves all images",
+        "entropy of selection", "nats",
+        "of FedIns' members, all clients together; 0: one member serves all images",
         _diagnostic("selection-entropy"), "higher",
     ),
     "loss": Metric("loss", "", "on the test set, after the last round",
@@ -230,7 +233,7 @@ METRICS: dict[str, Metric] = {
                               _own("own_tests", "worst-10"), "higher", 100),
     "own-tests-spread": Metric("own tests, spread", "points", "standard deviation over clients",
                                _own("own_tests", "spread"), "lower", 100),
-    "own-models": Metric("own models", "%", "of the clients' own models on their own test samples, their mean",
+    "own-models": Metric("own models", "%", "of the clients' own models on their own test samples",
                          _own("own_tests_after", "mean"), "higher", 100),
     "own-models-worst": Metric("own models, worst tenth", "%", "mean of the clients whose models are worst",
                                _own("own_tests_after", "worst-10"), "higher", 100),

@@ -22,24 +22,30 @@ _NUMBERS = ("mean", "std", "seeds_done", "seeds_wanted", "best", "published", "d
 
 
 def write_table(plan: Plan, entries: Entries, out: Path, command: str) -> list[Path]:
-    """Write ``table.md``, ``table.csv``, ``table.tex``, ``table.json`` and ``heatmap.png``; return the paths.
+    """Write the table as Markdown, CSV, LaTeX, JSON, heat map and page; return the paths.
 
     ``command`` is what makes the table again.
     """
+    from ..results.page import write_table_page
     from .heat_map import draw_heat_map
 
     out.mkdir(parents=True, exist_ok=True)
-    values = json.dumps(without_nan(json_values(plan, entries, command)), indent=1, allow_nan=False)
     texts = {
         "table.md": markdown(plan, entries, command),
         "table.csv": csv_text(plan, entries),
         "table.tex": latex(plan, entries, command),
-        "table.json": f"{values}\n",
     }
     for name, text in texts.items():
         write_atomically(out / name, text.encode())
+    write_json_values(plan, entries, out, command)
     draw_heat_map(plan, entries, out / "heatmap.png")
-    return [out / name for name in (*texts, "heatmap.png")]
+    return [*(out / name for name in (*texts, "table.json", "heatmap.png")), write_table_page(out)]
+
+
+def write_json_values(plan: Plan, entries: Entries, out: Path, command: str) -> None:
+    """Write ``table.json``: see :func:`json_values`."""
+    values = json.dumps(without_nan(json_values(plan, entries, command)), indent=1, allow_nan=False)
+    write_atomically(out / "table.json", f"{values}\n".encode())
 
 
 def markdown(plan: Plan, entries: Entries, command: str) -> str:

@@ -100,7 +100,7 @@ def test_settings_of_strategies_that_are_not_run_do_not_matter(fake: Fake) -> No
 def test_quiet_prints_only_where_the_results_are(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--out", "here", "--quiet"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "here/report.md\nhere/accuracy.png\n"
+    assert captured.out == "here/report.md\nhere/accuracy.png\nhere/report.html\n"
     assert captured.err == ""
 
 

@@ -103,7 +103,7 @@ def test_json_has_every_raw_number_with_hash_seed_and_versions(half_done: tuple[
 def test_all_files_are_written_whatever_is_there(half_done: tuple[Plan, Path]) -> None:
     made, out = half_done
     paths = write_table(made, entries_of(made, out), out, COMMAND)
-    names = ["table.md", "table.csv", "table.tex", "table.json", "heatmap.png"]
+    names = ["table.md", "table.csv", "table.tex", "table.json", "heatmap.png", "report.html"]
     assert [path.name for path in paths] == names
     picture = image.imread(out / "heatmap.png")
     assert picture.shape[0] > 200
