@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model
@@ -38,6 +39,12 @@ def part_schema(base: type[Part], name: Any, where: str, show_name: bool = True)
         target = registry.find(base.kind, name).load()
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    return _extended(base, name, target, show_name)
+
+
+@lru_cache(maxsize=512)
+def _extended(base: type[Part], name: str, target: Callable[..., Any], show_name: bool) -> type[Any]:
+    """Return ``base`` with the settings of ``target``; kept, for pydantic takes milliseconds to make it."""
     settings = {s.name: (s.annotation, ... if s.required else s.default) for s in registry.settings(target)}
     exclude = None if show_name else True
     own_name = (Literal[name], Field(default=name, exclude=exclude))

@@ -53,7 +53,7 @@ class Hierarchy:
     budget_at: Callable[[int, int, int], Budget] | None = None
     attacks: Mapping[int, Attack] = field(default_factory=dict)
 
-    def around(self, grid: Grid, clients: Clients) -> tuple[EdgeGrid, CollusionGrid]:
+    def around(self, grid: Grid, clients: Clients) -> tuple[EdgeGrid | None, Grid]:
         """Return the grid of edges, and the one around it that the cloud meets, where edges collude."""
         for edge in self.edges:
             if isinstance(inner := innermost(edge.strategy), FederatedStrategy):

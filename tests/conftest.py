@@ -26,3 +26,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def _cache(factory: pytest.TempPathFactory) -> Path:
     return factory.getbasetemp() / "cache"
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pictures be composed but not painted: that takes most of a second, and has tests of its own."""
+    from matplotlib.figure import Figure
+
+    def save(figure: Figure, path: Path, **options: object) -> None:
+        path.write_bytes(b"a picture")
+
+    monkeypatch.setattr(Figure, "savefig", save)

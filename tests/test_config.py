@@ -274,3 +274,18 @@ def test_samples_of_the_servers_own_stay_in_a_configuration_without_sub_models()
     config = load(raw, "x.toml")
     assert config.to_dict()["submodels"] == {"name": "full", "public_samples": 100}
     assert load(config.to_dict(), "x.toml").digest() == config.digest()
+
+
+def test_a_schema_is_made_once_and_anew_for_what_is_behind_a_name_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(load(raw(), "one").model) is type(load(raw(), "other").model)
+    (tmp_path / "own_part.py").write_text("def made(shape, classes, *, width: int = 3): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = raw(model={"name": "own_part:made"})
+    assert load(own, "test").model.settings() == {"width": 3}
+
+    def deeper(shape: Any, classes: int, *, depth: int = 2) -> None: ...
+
+    monkeypatch.setattr("own_part.made", deeper)
+    assert load(own, "test").model.settings() == {"depth": 2}

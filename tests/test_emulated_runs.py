@@ -19,6 +19,8 @@ from fedplat.models.flat import FlatModel
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
 
+from .runs import Runs, without_times
+
 SCENARIO: dict[str, Any] = {
     "name": "devices",
     "rounds": 4,
@@ -32,27 +34,11 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-def run(
-    folder: Path, observer: Display | None = None, engine: engines.Engine | None = None, resume: bool = False,
-    **changes: Any,
-) -> RunFolder:  # fmt: skip
-    opened = RunFolder.open(folder, load({**SCENARIO, **changes}, "devices.toml"), resume)
-    experiment.run(
-        opened.config,
-        opened,
-        engine=engine or engines.LocalEngine(1),
-        device="cpu",
-        observer=observer or Display(),
-    )
-    return opened
+run = Runs(SCENARIO)
 
 
 def outcomes(folder: RunFolder, strategy: str) -> list[tuple[int, int, str]]:
     return [(row["round"], row["client"], row["device"]["outcome"]) for row in folder.clients(strategy)]
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def test_all_strategies_and_all_runs_of_a_seed_meet_the_same_devices(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def assert_same_results(a: Path, b: Path, strategies: tuple[str, ...] = ("mean",
         assert (a / name / "model.pt").read_bytes() == (b / name / "model.pt").read_bytes()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_same_run_twice_and_with_one_or_two_workers_gives_the_same_bits(tmp_path: Path) -> None:
     scenario = write(tmp_path / "tiny.toml")
     first = run(scenario, tmp_path / "a", "--workers", "2")
@@ -67,6 +68,7 @@ def test_same_run_twice_and_with_one_or_two_workers_gives_the_same_bits(tmp_path
     assert_same_results(first, run(scenario, tmp_path / "c", "--workers", "1"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_seed_gives_another_run(tmp_path: Path) -> None:
     scenario = write(tmp_path / "tiny.toml", strategies=["mean"], rounds=1)
     a, b = run(scenario, tmp_path / "a"), run(scenario, tmp_path / "b", "--seed", "2")
@@ -74,6 +76,7 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path: Path) -> None:
     marker = tmp_path / "killed"
     killer = {"name": "tests.faults:KillsServerOnce", "clients": [4], "marker": str(marker)}
@@ -94,6 +97,7 @@ def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path
     assert_same_results(undisturbed, tmp_path / "killed-run")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_half_written_line_after_the_last_checkpoint_is_dropped_on_resume(tmp_path: Path) -> None:
     scenario = write(tmp_path / "tiny.toml", strategies=["mean"])
     done = run(scenario, tmp_path / "done")
@@ -125,6 +129,7 @@ def test_ctrl_c_saves_the_state_and_tells_how_to_go_on(tmp_path: Path) -> None:
     assert checkpoint["round"] in (done, done - 1)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_clients_that_fail_are_left_out_and_named_and_the_run_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +166,7 @@ def test_the_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
         "mean",
         "median",
     }
+    assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     environment = json.loads((out / "environment.json").read_text())
     assert environment["device"] == "cpu"
     assert environment["attackers"] == {"2": "sign-flip"}
@@ -179,6 +185,7 @@ def test_the_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
     assert all(row["update_norm"] > 0 and row["samples"] >= 10 for row in clients)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_final_model_is_a_state_dict_that_the_model_loads(tmp_path: Path) -> None:
     out = run(write(tmp_path / "tiny.toml", strategies=["mean"]), tmp_path / "out")
     config = load(SCENARIO | {"strategies": ["mean"]}, "test")
@@ -192,12 +199,14 @@ def test_the_final_model_is_a_state_dict_that_the_model_loads(tmp_path: Path) ->
     assert metrics["accuracy"] == lines(out / "mean" / "rounds.jsonl")[-1]["accuracy"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_evaluation_comes_every_so_many_rounds_and_after_the_last(tmp_path: Path) -> None:
     scenario = write(tmp_path / "tiny.toml", strategies=["mean"], evaluation={"every": 3}, rounds=5)
     rows = lines(run(scenario, tmp_path / "out") / "mean" / "rounds.jsonl")
     assert [row["round"] for row in rows if row["accuracy"] is not None] == [0, 3, 5]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_strategies_face_the_same_clients_in_the_same_rounds(tmp_path: Path) -> None:
     out = run(write(tmp_path / "tiny.toml"), tmp_path / "out")
     chosen = [
@@ -210,6 +219,7 @@ def test_all_strategies_face_the_same_clients_in_the_same_rounds(tmp_path: Path)
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_sign_flipping_harms_the_mean_and_the_median_withstands_it(tmp_path: Path) -> None:
     attack = [{"name": "sign-flip", "fraction": 0.3, "factor": -4.0}]
     scenario = write(
@@ -281,6 +291,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_on_a_gpu_is_as_good_as_one_on_the_cpu(tmp_path: Path) -> None:
     scenario = write(tmp_path / "tiny.toml")
     on_cpu, on_gpu = tmp_path / "cpu", tmp_path / "gpu"

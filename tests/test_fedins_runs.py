@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from fedplat import engines, experiment
+from fedplat import engines
 from fedplat.config import load
 from fedplat.errors import UserError
 from fedplat.models import backbones
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
+
+from .runs import Runs
 
 BACKBONE: dict[str, Any] = {
     "width": 4,
@@ -54,23 +56,7 @@ SCENARIO: dict[str, Any] = {
 MEAN = {"strategies": ["mean"], "strategy": {}}
 
 
-def run(
-    folder: Path,
-    observer: Display | None = None,
-    engine: engines.Engine | None = None,
-    resume: bool = False,
-    **changes: Any,
-) -> RunFolder:
-    opened = RunFolder.open(folder, load({**SCENARIO, **changes}, "fedins.toml"), resume)
-    experiment.run(
-        opened.config,
-        opened,
-        engine=engine or engines.LocalEngine(1),
-        device="cpu",
-        observer=observer or Display(),
-        group_size=1,
-    )
-    return opened
+run = Runs(SCENARIO, group_size=1)
 
 
 def records(folder: RunFolder, name: str) -> list[dict[str, Any]]:

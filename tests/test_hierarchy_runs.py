@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from fedplat.errors import UserError
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
 from fedplat.results.report import write_report
+
+from .runs import Runs, without_times
 
 SCENARIO: dict[str, Any] = {
     "name": "edges",
@@ -32,27 +33,7 @@ WORLD: dict[str, Any] = {
 }
 
 
-def run(
-    folder: Path,
-    observer: Display | None = None,
-    engine: engines.Engine | None = None,
-    resume: bool = False,
-    **changes: Any,
-) -> RunFolder:
-    opened = RunFolder.open(folder, load({**SCENARIO, **changes}, "edges.toml"), resume)
-    experiment.run(
-        opened.config,
-        opened,
-        engine=engine or engines.LocalEngine(1),
-        device="cpu",
-        observer=observer or Display(),
-        group_size=1,
-    )
-    return opened
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+run = Runs(SCENARIO, group_size=1)
 
 
 def model(folder: RunFolder, name: str) -> bytes:
@@ -116,6 +97,7 @@ class Stop(Display):
             raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_world_decides_costs_and_who_is_there_and_a_stopped_run_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

@@ -51,6 +51,7 @@ def same(a: Path, b: Path) -> bool:
     return all((a / f).read_bytes() == (b / f).read_bytes() for f in ("clients.jsonl", "model.pt"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_signatures_change_no_bit_of_a_run_and_colluders_sign_what_they_forge(tmp_path: Path) -> None:
     attacks = [{"name": "alie", "count": 2}, {"name": "sign-flip", "count": 1}]
     plain = run(tmp_path / "plain", attacks=attacks)
@@ -78,6 +79,7 @@ def test_a_rule_has_to_be_able_to_work_on_the_number_of_groups() -> None:
 
 
 @pytest.mark.parametrize("privacy", [LOCAL, CENTRAL])
+@pytest.mark.usefixtures("undrawn")
 def test_epsilon_is_reported_each_round_and_grows(privacy: dict[str, Any], tmp_path: Path) -> None:
     out = run(tmp_path / "a", strategies=["mean"], **privacy)
     spent = [row["diagnostics"]["epsilon"] for row in rows(out / "rounds.jsonl")[1:]]
@@ -94,6 +96,7 @@ def test_epsilon_is_reported_each_round_and_grows(privacy: dict[str, Any], tmp_p
     assert same(out, again)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_spent_budget_ends_a_strategy_and_not_the_comparison(tmp_path: Path) -> None:
     privacy = {"privacy": {**CENTRAL["privacy"], "budget": 30.0}}
     run(tmp_path, strategies=["mean", "median"], rounds=9, **privacy)

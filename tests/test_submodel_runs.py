@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from fedplat.errors import UserError
 from fedplat.registry import entries
 from fedplat.results.folder import RunFolder
 from fedplat.results.progress import Display
+
+from .runs import Runs, without_times
 
 LEVELS = {"widths": [1.0, 0.5, 0.25]}
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -40,22 +41,7 @@ def of(*names: str, **changes: Any) -> dict[str, Any]:
     return {"strategies": list(names), "strategy": tables, **changes}
 
 
-def run(
-    folder: Path,
-    observer: Display | None = None,
-    engine: engines.Engine | None = None,
-    resume: bool = False,
-    **changes: Any,
-) -> RunFolder:
-    opened = RunFolder.open(folder, load({**SCENARIO, **changes}, "parts.toml"), resume)
-    experiment.run(
-        opened.config,
-        opened,
-        engine=engine or engines.LocalEngine(1),
-        device="cpu",
-        observer=observer or Display(),
-    )
-    return opened
+run = Runs(SCENARIO)
 
 
 def clients(folder: RunFolder, name: str) -> list[dict[str, Any]]:
@@ -64,10 +50,6 @@ def clients(folder: RunFolder, name: str) -> list[dict[str, Any]]:
 
 def lines(folder: RunFolder, name: str) -> list[dict[str, Any]]:
     return list(folder.rounds(name))
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def assert_same(one: RunFolder, other: RunFolder, *names: str) -> None:

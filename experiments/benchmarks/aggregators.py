@@ -33,7 +33,6 @@ RULES = (
     "fed-credit",
 )
 OURS, FLOWER, WIRE, BYZFL, READ = "fedplat", "Flower", "Flower, from bytes", "ByzFL", "one read"
-LIBRARIES = (OURS, FLOWER, WIRE, BYZFL)
 NAMES = {"fedplat": (OURS,), "flower": (FLOWER, WIRE), "byzfl": (BYZFL,)}
 COLUMNS = (
     "library",

@@ -49,7 +49,6 @@ PARTS = ("inversion", "membership", "noise")
 WHOLE = "FedAvg: all"
 SETS = {"LowerB": "lower-b", "OPU2": "opu2", "OPU3": "opu3"}
 _DATA = {"cnn-cifar": "cifar10"}
-_COLOUR = 3
 
 INVERTED = ("upload", "share %", "images", "MSE", "PSNR dB", "sd dB", "SSIM", "beats mean %", "labels %")
 GUESSED = ("upload", "score", "AUC", "AUC low", "AUC high", "TPR at 1 %", "TPR low", "TPR high", "accuracy %")

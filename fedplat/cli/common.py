@@ -11,6 +11,7 @@ import typer
 from ..errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
 
     from ..config import ExperimentConfig
@@ -63,3 +64,23 @@ def load_config(
     if names:
         raw["strategies"] = names
     return load(raw, where)
+
+
+def client_count(config: ExperimentConfig) -> int:
+    """Return how many clients there are; only a natural partition needs its data to say so."""
+    if config.partition.clients:
+        return config.partition.clients
+    from ..experiment import load_data
+
+    return len(load_data(config)[1])
+
+
+def class_counts(config: ExperimentConfig) -> np.ndarray:
+    """Return how many samples of each class every client has, (clients, classes); UserError for text."""
+    from ..datasets.labels import class_counts as counts_of
+    from ..experiment import load_data
+
+    dataset, parts = load_data(config)
+    if dataset.is_text:
+        raise UserError(f"availability {config.availability.name} depends on classes, which text has none of")
+    return counts_of(dataset.train.y, parts, dataset.num_classes)

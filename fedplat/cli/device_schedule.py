@@ -11,13 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UserError, nearest
-from .common import Overrides, Scenario, Seed, console, load_config
+from .common import Overrides, Scenario, Seed, class_counts, client_count, console, load_config
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from ..config import ExperimentConfig
     from ..emulation.hardware import Hardware
     from ..emulation.schedule import DeviceSchedule
 
@@ -76,7 +75,7 @@ def schedule(
     from ..emulation.schedule_figure import draw_schedule
     from ..emulation.situation import devices_of
 
-    found = devices_of(config, _clients(config), lambda: _class_counts(config))
+    found = devices_of(config, client_count(config), lambda: class_counts(config))
     if found is None:
         raise UserError(
             f"{config.name} has no emulated devices: add a table [devices] with a name that "
@@ -143,22 +142,3 @@ def _amount(values: np.ndarray, unit: float, middle: Callable[[np.ndarray], Any]
         return _NOTHING
     amount = float((middle or np.median)(values)) / unit
     return "no limit" if amount >= MOST else f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
-
-
-def _clients(config: ExperimentConfig) -> int:
-    """Return how many clients there are; only a natural partition needs its data to say so."""
-    if config.partition.clients:
-        return config.partition.clients
-    from ..experiment import load_data
-
-    return len(load_data(config)[1])
-
-
-def _class_counts(config: ExperimentConfig) -> np.ndarray:
-    from ..datasets.labels import class_counts
-    from ..experiment import load_data
-
-    dataset, parts = load_data(config)
-    if dataset.is_text:
-        raise UserError(f"availability {config.availability.name} depends on classes, which text has none of")
-    return class_counts(dataset.train.y, parts, dataset.num_classes)

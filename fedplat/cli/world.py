@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UserError, unknown_name
-from .common import Overrides, Scenario, Seed, console, load_config
-from .device_schedule import _class_counts, _clients
+from .common import Overrides, Scenario, Seed, class_counts, client_count, console, load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +60,7 @@ def world(
     from ..emulation.situation import devices_of
     from ..emulation.world_figure import draw_world
 
-    devices = devices_of(config, _clients(config), lambda: _class_counts(config))
+    devices = devices_of(config, client_count(config), lambda: class_counts(config))
     if devices is None or (found := devices.world) is None:
         raise UserError(
             f"{config.name} is in no world: add a table [world] with a name that "

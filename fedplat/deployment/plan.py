@@ -207,12 +207,6 @@ def renew(folder: Path, hosts: Sequence[str] = (), *, days: int = 365) -> list[P
     return kept
 
 
-def registered_names(made: Federation) -> list[str]:
-    """Return the names of all SuperNodes whose public keys the operator has."""
-    names = [path.stem for path in (made.operator / "supernode-keys").glob("*.pub")]
-    return sorted(names, key=lambda name: (len(name), name))
-
-
 def _make_superlink(folder: Path, names: Sequence[str], port: int) -> None:
     for part in ("", "signing-keys", "work", "flwr-home"):
         make_folder(folder / part)

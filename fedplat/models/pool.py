@@ -95,11 +95,6 @@ class InstancePool(nn.Module):
         sites, keys = self.backbone.sites, self.choice == "cosine"
         return pool_floats(sites, self.backbone.width, self.num_classes, self.members, keys=keys)
 
-    @property
-    def share_of_full(self) -> float:
-        """``floats`` over those of the backbone with one head, which full fine-tuning would send."""
-        return self.floats / (self.backbone.parameters + self.num_classes * (self.backbone.width + 1))
-
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (n, C) of images (n, C, H, W)."""
         return self._predict(x)[0]

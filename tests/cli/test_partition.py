@@ -27,6 +27,7 @@ def test_partition_prints_counts_with_totals_and_draws_them(capsys: pytest.Captu
     assert Path("a/split.png").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_partition_depends_on_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for seed in ("1", "1", "2"):

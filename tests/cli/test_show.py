@@ -13,7 +13,11 @@ from fedplat.scenarios import read_scenario, scenario_names
 
 
 @pytest.mark.parametrize("name", scenario_names())
-def test_a_shown_scenario_is_a_whole_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shown_scenario_is_a_whole_configuration(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the data nothing large is decoded, only to tell the memory, which is tested below.
+    monkeypatch.delenv("FEDPLAT_DATA", raising=False)
     assert main(["show", name]) == 0
     shown = tomllib.loads(capsys.readouterr().out.split("With all defaults:\n")[1])
     assert load(shown, "shown").digest() == load(*read_scenario(name)).digest()

@@ -77,6 +77,7 @@ def test_a_world_is_told_and_drawn_without_its_data(
     assert f"{there.sum()} clients in round 3" in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_seed_settings_and_round_are_heeded() -> None:
     tables = [run("mine.toml", *more) for more in ([], [], ["--seed", "2"], ["--round", "2"])]
     assert tables[0] == tables[1]
@@ -87,6 +88,7 @@ def test_seed_settings_and_round_are_heeded() -> None:
     assert "before it" not in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_slow_link_of_hierfavg_is_told() -> None:
     told = run("quickstart", "--set", "world.name=hierfavg", "--set", "hardware.name=hierfavg")
     rows = rows_of(told)
@@ -94,6 +96,7 @@ def test_the_slow_link_of_hierfavg_is_told() -> None:
     assert {(row[2], row[4], row[-2]) for row in rows} == {("20", "5.67", "0.567")}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_clients_are_at_the_edges_that_the_association_sends_them_to() -> None:
     more = [f"{key}={value}" for key, value in ASSOCIATED.items()]
     told = run("mine.toml", "--round", "2", *(word for pair in more for word in ("--set", pair)))
@@ -105,6 +108,7 @@ def test_clients_are_at_the_edges_that_the_association_sends_them_to() -> None:
     assert [int(row[5]) for row in rows_of(told)] == dealt_out.tolist()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_strategy_of_several_is_shown_by_its_name() -> None:
     Path("mine.toml").write_text(
         SCENARIO.replace("rounds = 6", 'rounds = 6\nstrategies = ["mean", "median"]')
@@ -116,6 +120,7 @@ def test_a_strategy_of_several_is_shown_by_its_name() -> None:
         run("mine.toml", "--strategy", "medain")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_edge_that_nobody_reaches_has_no_numbers() -> None:
     told = run(
         "mine.toml",

@@ -62,7 +62,7 @@ def content_of(config: ExperimentConfig, arrays: ArrayRecord, number: int) -> Re
     told = told_to_clients(config, config.strategies[0], EXECUTION, "cpu", same_machine=False)
     more = {
         EDGE_SCENARIO: json.dumps(told_to_edges(config)),
-        EDGE_TIMEOUT: 60.0,
+        EDGE_TIMEOUT: 240.0,
         "server-round": number,
     }
     return RecordDict({"arrays": arrays, "config": ConfigRecord({**told, **more})})

@@ -136,6 +136,7 @@ def test_the_devices_of_a_scenario_are_printed_and_drawn(monkeypatch: pytest.Mon
     assert first[5:] == [f"{found.hardware.cpu_hz[0] / 1e9:.3g}", f"{there.mean():.0%}"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_options_and_variants_of_a_scenario_are_heeded() -> None:
     Path("mine.toml").write_text(SCENARIO)
     tables = [run("mine.toml", *more) for more in ([], [], ["--seed", "2"])]
@@ -147,17 +148,20 @@ def test_options_and_variants_of_a_scenario_are_heeded() -> None:
     assert "and 1 more; --most lists more of them" in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_device_that_is_never_there_has_no_numbers() -> None:
     Path("mine.toml").write_text(SCENARIO)
     told = run("mine.toml", "--set", "devices.availability=0.0")
     assert [row[1:5] for row in table_of(told)] == [["–"] * 4] * 4
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_devices_without_limits_are_told_as_such() -> None:
     told = run("quickstart", "--set", "emulation.drop_probability=0.5", "--most", "1")
     assert table_of(told)[0][1:3] == ["no", "limit"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_availability_that_depends_on_labels_looks_at_the_data() -> None:
     told = run("quickstart", "--set", "availability.name=label-dependent")
     assert "availability label-dependent" in told

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +23,7 @@ from fedplat.strategies.association.random_choice import RandomLeast
 from fedplat.strategies.association.simulate import simulate
 
 from .hand_made import all_there, hand_made
-from .worlds import small_world
+from .worlds import renumbered, small_world
 
 
 def test_cost_greedy_takes_the_cheapest_clients() -> None:
@@ -113,12 +111,7 @@ def test_relabelled_clients_get_the_relabelled_decision() -> None:
     world, states, limits, prices = small_world(15, clients=20, edges=3, rounds=1)
     order = np.random.default_rng(1).permutation(20)
     costs = states[0].costs
-    moved = replace(
-        world,
-        covered=world.covered[order],
-        counts=world.counts[order],
-        mean=Costs(world.mean.seconds[order], world.mean.joules[order]),
-    )
+    moved = renumbered(world, order)
     state = RoundState(1, states[0].present[order], Costs(costs.seconds[order], costs.joules[order]))
     for make in (CostGreedy, QualityGreedy, Share):
         one, other = make(), make()

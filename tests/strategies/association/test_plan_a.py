@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,7 +13,7 @@ from fedplat.strategies.association.plan_a_exact import lacking, solve
 from fedplat.strategies.association.problem import Problem, Terms, chance_of_fewer
 from fedplat.strategies.association.quality import Measure
 
-from .worlds import small_world
+from .worlds import renumbered, small_world
 
 
 def tiny(
@@ -228,14 +227,7 @@ def test_nobody_at_all_is_no_error() -> None:
 def test_the_search_treats_clients_the_same_however_they_are_numbered() -> None:
     world, _, limits, prices = small_world(4, 20, 3, 2, least=3, most=6)
     order = np.random.default_rng(0).permutation(20)
-    moved = replace(
-        world,
-        covered=world.covered[order],
-        counts=world.counts[order],
-        samples=world.samples[order],
-        history=world.history[order],
-        mean=Costs(world.mean.seconds[order], world.mean.joules[order]),
-    )
+    moved = renumbered(world, order)
     found = [
         plan_a(w, limits, prices, frequency(w.history), np.random.default_rng(3), proposals=3000).edge_of
         for w in (world, moved)

@@ -21,7 +21,7 @@ from fedplat.strategies.association.filling import Filling
 from fedplat.strategies.association.plan_b import Backup, Mode, plan_b
 from fedplat.strategies.association.problem import Terms
 
-from .worlds import small_world
+from .worlds import renumbered, small_world
 
 MODES: tuple[Mode, ...] = ("repair", "replace", "match")
 
@@ -184,14 +184,7 @@ def test_costs_of_clients_that_were_not_asked_do_not_matter() -> None:
 def test_relabelled_clients_give_the_relabelled_decision(mode: Mode) -> None:
     world, states, limits, prices, seats = drawn(2)
     order = np.random.default_rng(9).permutation(60)
-    moved = replace(
-        world,
-        covered=world.covered[order],
-        counts=world.counts[order],
-        samples=world.samples[order],
-        history=world.history[order],
-        mean=Costs(world.mean.seconds[order], world.mean.joules[order]),
-    )
+    moved = renumbered(world, order)
     for state in states:
         other = RoundState(
             state.number, state.present[order], Costs(state.costs.seconds[order], state.costs.joules[order])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -128,3 +129,15 @@ def random_least(world: EdgeWorld, state: RoundState, limits: Limits, rng: np.ra
             edge_of[client] = rng.choice(open_edges)
             size[edge_of[client]] += 1
     return edge_of
+
+
+def renumbered(world: EdgeWorld, order: Ints) -> EdgeWorld:
+    """Return the same world, in which client n is who was number ``order[n]``."""
+    return replace(
+        world,
+        covered=world.covered[order],
+        counts=world.counts[order],
+        samples=world.samples[order],
+        history=world.history[order],
+        mean=Costs(world.mean.seconds[order], world.mean.joules[order]),
+    )
