@@ -5,7 +5,8 @@ new part one file and one line of the catalogue:
 
 * a target's **keyword-only parameters are its settings**; a configuration may set exactly these, and
   their annotations (``Annotated[float, Field(gt=0)]``) are what a value is checked against;
-* ``module:attribute`` is accepted wherever a name is, for parts that live in the user's own code.
+* ``module:attribute`` is accepted wherever a name is, for parts that live in the user's own code: in an
+  installed package, or in a file of the folder that the command was started in.
 
 Other packages add names through the entry-point group ``fedplat.<kind>``, e.g. ``fedplat.strategies``.
 """
@@ -14,10 +15,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, get_type_hints
 
 from .catalogue import BUILT_IN, PACKAGES, PREFIXED
@@ -42,12 +46,28 @@ class Entry:
         """Import the target; raises UserError if it is not there."""
         module, _, attribute = self.target.partition(":")
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+            found: Callable[..., Any] = getattr(_imported(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UserError(
                 f"{SINGULAR[self.kind]} '{self.name}': cannot import {self.target}: {error}"
             ) from error
         return found if self.argument is None else found(self.argument)
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module, if need be from the working directory, where the ``fedplat`` command does not look.
+
+    The directory comes last in the search, so that no file in it can stand for an installed package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        here = os.getcwd()
+        if error.name != module.partition(".")[0] or here in sys.path or "" in sys.path:
+            raise
+        sys.path.append(here)
+        importlib.invalidate_caches()
+        return importlib.import_module(module)
 
 
 SINGULAR = {

@@ -1,0 +1,1 @@
+"""The generated pages of the documentation: parts from the registry, the command line, the configuration."""
