@@ -12,4 +12,7 @@ slow:
 check:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/python -m tests.typecheck
 
-.PHONY: demo test slow check
+docs:
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
+.PHONY: demo test slow check docs
