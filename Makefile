@@ -4,7 +4,7 @@ demo:
 	$(PYTHON) -m venv .venv && .venv/bin/pip install -e . && .venv/bin/fedplat run quickstart
 
 test:
-	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest
+	$(PYTHON) -m venv .venv && .venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest -n 2 --dist loadfile
 
 slow:
 	.venv/bin/python -m pytest -m slow
