@@ -71,6 +71,11 @@ class PartOptions:
         """The layers of which a mask travels."""
         return self.pruned if self.share < 1 else ()
 
+    @property
+    def returned_sparse(self) -> tuple[str, ...]:
+        """The layers that are trained, pruned and held so: of these the kept weights alone come back."""
+        return tuple(name for name in self.trained if self.enforce and name in self.masked)
+
     def dumps(self) -> str:
         """Return one line of JSON; equal options give equal lines."""
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -77,6 +77,45 @@ def unpacked(arrays: Mapping[str, NDArray[Any]], layout: Layout, pruned: Collect
     return model
 
 
+def kept_layout(layout: Layout, counts: Mapping[str, int]) -> Layout:
+    """Return a layout in which some arrays are flat and have so many elements, those that are kept."""
+    buffers = [e.name for e in layout.entries if e.in_vector and e.start >= layout.num_params]
+    named = {e.name: ((counts[e.name],) if e.name in counts else e.shape, e.dtype) for e in layout.entries}
+    return Layout.of(named, buffers, promote=layout.has_promoted)
+
+
+def without_pruned(part: FlatArrays, keep: Keep) -> FlatArrays:
+    """Return arrays of which some have their kept elements alone: those of :func:`kept_layout`.
+
+    Both sides have to know the mask; nothing tells of it.
+
+    >>> layout = Layout.of({"w": ((2, 2), "float32"), "b": ((1,), "float32")})
+    >>> model = FlatArrays(layout, np.float32([1, 0, 0, 4, 5]), np.zeros(0, np.uint8))
+    >>> keep = {"w": np.array([[True, False], [False, True]])}
+    >>> without_pruned(model, keep).vector.tolist()
+    [1.0, 4.0, 5.0]
+    >>> with_pruned(without_pruned(model, keep), layout, keep).vector.tolist()
+    [1.0, 0.0, 0.0, 4.0, 5.0]
+    """
+    counts = {name: int(np.count_nonzero(kept)) for name, kept in keep.items()}
+    layout = kept_layout(part.layout, counts)
+    return FlatArrays(layout, part.vector[_chosen(part.layout, keep)], part.side.copy())
+
+
+def with_pruned(sent: FlatArrays, layout: Layout, keep: Keep) -> FlatArrays:
+    """Return what :func:`without_pruned` was given, with zeros for what is pruned."""
+    part = FlatArrays(layout, np.zeros(layout.dim, np.float32), sent.side)
+    part.vector[_chosen(layout, keep)] = sent.vector
+    return part
+
+
+def _chosen(layout: Layout, keep: Keep) -> NDArray[np.bool_]:
+    chosen = np.ones(layout.dim, np.bool_)
+    for entry in _pruned(layout, keep):
+        chosen[entry.start : entry.stop] = np.ascontiguousarray(keep[entry.name]).reshape(-1)
+    return chosen
+
+
 def masks(data: bytes, layout: Layout, pruned: Collection[str]) -> dict[str, NDArray[np.bool_]]:
     """Return which elements are kept, by name and in the arrays' shapes, from the bytes of ``mask``.
 

@@ -186,6 +186,18 @@ def test_released_code_regrows_what_was_pruned_and_ours_does_not() -> None:
         assert (new.view("fc4.weight") != 0).all()
 
 
+def test_zeros_that_are_held_do_not_come_back_over_the_wire() -> None:
+    whole = payload_bytes(situation().initial)
+    sent = {}
+    for enforce in (True, False):
+        strategy = fedp3(layers="full", p=0.5, prune_all=True, enforce_mask=enforce)
+        run(strategy, count=1)
+        sent[enforce] = strategy.diagnostics["fedp3.bytes-up"]
+    # 64·24, 24·16 and 16·12 weights, half of them pruned; the head, 12·10, and the biases are whole.
+    assert sent[False] == whole
+    assert sent[True] == whole - 4 * (64 * 24 + 24 * 16 + 16 * 12) // 2
+
+
 @pytest.mark.parametrize("layers", ["lower-b", "opu2", "opu3"])
 def test_every_layer_is_aggregated_every_round(layers: Any) -> None:
     """Fault: in the released code only the head ever is, under LowerB."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -13,13 +13,13 @@ from flwr.app import ArrayRecord
 from pydantic import Field
 from torch import nn
 
-from fedplat.arrays import FlatArrays, payload_bytes
+from fedplat.arrays import FlatArrays, Layout, payload_bytes
 from fedplat.emulation.schedule import Budget
 from fedplat.errors import UserError
 from fedplat.fedp3_options import FEDP3, Local, PartOptions
 from fedplat.layer_map import LayerMap, elements_of, part_layout, with_part
 from fedplat.rng import generator
-from fedplat.sparse_payload import packed
+from fedplat.sparse_payload import Keep, kept_layout, packed, with_pruned
 
 from ..nodes import Node
 from ..submodel_fit import misfit
@@ -240,7 +240,14 @@ class FedP3Scheme(SubModelScheme):
         sizes = [e.stop - e.start for e in map(layout.by_name.__getitem__, pruned)]
         left_out = sum(size - kept_count(size, options.share) for size in sizes)
         down = layout.nbytes - 4 * left_out + (-(-sum(sizes) // 8) if sizes else 0)
-        return down, part_layout(layout, self._returned(options)).nbytes
+        return down, self._reply_layout(options).nbytes
+
+    def _reply_layout(self, options: PartOptions) -> Layout:
+        layout = part_layout(self.context.layout, self._returned(options))
+        sizes = {name: layout.by_name[name] for name in self.map.weights_of(options.returned_sparse)}
+        return kept_layout(
+            layout, {name: kept_count(e.stop - e.start, options.share) for name, e in sizes.items()}
+        )
 
     def _returned(self, options: PartOptions) -> frozenset[str]:
         return self.map.arrays_of((*options.trained, self.map.head.name))
@@ -266,11 +273,10 @@ class FedP3Scheme(SubModelScheme):
             self._bytes[spec] = model.layout.nbytes, 0, model.layout.nbytes
             return model
         options = self._options[spec]
-        if self._masks is None or self._masks.model is not model:
-            self._masks = RoundMasks(model)
-        keep = self._masks(self.map.weights_of(options.masked), options.share)
-        record = FlatArrays.copy_of(packed(model, keep)).to_record()
-        layout = part_layout(model.layout, self._returned(options))
+        record = FlatArrays.copy_of(
+            packed(model, self._kept(model, options.masked, options.share))
+        ).to_record()
+        layout = self._reply_layout(options)
         mask = record["mask"].shape[0] if "mask" in record else 0
         self._bytes[spec] = payload_bytes(record), mask, layout.nbytes
         return Shipment(layout, np.zeros(0, np.float32), np.zeros(0, np.uint8), record=record)
@@ -281,8 +287,18 @@ class FedP3Scheme(SubModelScheme):
         """Return the model with the returned layers put in, and which elements (d,) these are."""
         if spec not in self._options:
             return arrays, None
-        covered = elements_of(model.layout, self._returned(self._options[spec]))
+        options = self._options[spec]
+        returned = self._returned(options)
+        covered = elements_of(model.layout, returned)
+        if options.returned_sparse:
+            keep = self._kept(model, options.returned_sparse, options.share)
+            arrays = with_pruned(arrays, part_layout(model.layout, returned), keep)
         return with_part(model, arrays), torch.from_numpy(covered)
+
+    def _kept(self, model: FlatArrays, layers: Iterable[str], share: float) -> Keep:
+        if self._masks is None or self._masks.model is not model:
+            self._masks = RoundMasks(model)
+        return self._masks(self.map.weights_of(layers), share)
 
     def _pruned(self, model: FlatArrays, share: float) -> FlatArrays:
         new = FlatArrays(model.layout, model.vector.copy(), model.side)
