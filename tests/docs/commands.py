@@ -4,7 +4,7 @@ To resolve ``fedplat run``, or any command about a scenario, is to load the scen
 which checks every name, key and value; of a table, one cell is planned. Options are parsed by the command
 itself. What uses data that needs no files is run for real, with one round of one step, and of several runs on
 a page the first. The slow tests run all of them, a cell of each table, and, where ``FEDPLAT_DATA`` has the
-data, the others too. A command that nobody knows is an error.
+data, each page's first command that needs it. A command that nobody knows is an error.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Commands:
         self.finished_run = finished_run
         self.everything = everything
         self.runs = 0
+        self.runs_on_files = 0
 
     def check(self, line: str, block: Block) -> str:
         """Run or resolve a line and return which; raises AssertionError, or UserError, if it is wrong."""
@@ -96,6 +97,7 @@ class Commands:
                 shutil.copytree(self.finished_run, values["out"])
             return "resolved"
         self.runs += path == "run"
+        self.runs_on_files += files
         if path in ("run", "table"):
             words = cheaper(path, words, values)
         assert main(words) == 0, f"{block.where}: fedplat {shlex.join(words)}"
@@ -107,7 +109,10 @@ class Commands:
 
     def _wanted(self, path: str) -> bool:
         return (
-            self.everything and path in {*ABOUT_A_SCENARIO, "table"} and bool(os.environ.get("FEDPLAT_DATA"))
+            self.everything
+            and not self.runs_on_files
+            and path in {*ABOUT_A_SCENARIO, "table"}
+            and bool(os.environ.get("FEDPLAT_DATA"))
         )
 
     def _scenario(self, path: str, values: dict[str, Any]) -> bool:
